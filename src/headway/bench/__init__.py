@@ -1,0 +1,1 @@
+"""Load, measurements, quality, reports."""

@@ -1,0 +1,164 @@
+"""Every setting, one frozen model per part; unknown keys are refused, the environment is read here only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from headway.errors import ConfigError
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The engine: kernels, KV cache, scheduler."""
+
+    kernels: Literal["auto", "cpu", "cuda", "reference"] = "auto"
+    """Which implementation of the Ops runs the model."""
+    threads: int | None = None
+    """Compute threads; by default what the affinity mask and the cgroup quota allow."""
+    kv_memory: str | None = None
+    """Memory for the KV cache, such as "2GiB"; by default a share of what the cgroup leaves available."""
+    block_tokens: Positive = 32
+    """Tokens in a KV block."""
+    context_tokens: int | None = None
+    """Shortens the model's context."""
+    max_running: Positive = 64
+    """Sequences that decode at the same time."""
+    max_waiting: Positive = 1024
+    """Requests that may queue; more are refused with 503."""
+    step_tokens: Positive = 256
+    """Token budget of a step: decodes first, then prefill chunks."""
+    prefix_cache: bool = True
+    """Reuse the KV blocks of equal prefixes."""
+    aging_s: Seconds = 5.0
+    """Waiting this long raises a request by one priority level."""
+    heartbeat_s: Seconds = 0.5
+    """How often the engine process reports."""
+    hang_s: Seconds = 3.0
+    """Silence after which the engine counts as hung (live fails)."""
+    kill_s: Seconds = 20.0
+    """Silence after which a hung engine is killed and started again."""
+    step_limit_s: Seconds = 60.0
+    """A single step that takes longer counts as hung."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    body_bytes: Positive = 8 * 1024 * 1024
+    """Largest request body."""
+    body_s: Seconds = 30.0
+    """Time for a request body to arrive."""
+    ping_s: Seconds = 10.0
+    """Idle time after which a stream gets a keep-alive comment."""
+    write_s: Seconds = 30.0
+    """A client that reads nothing for this long is cut off."""
+    drain_s: Seconds = 30.0
+    """Time for running streams to finish after SIGTERM."""
+    request_s: Seconds | None = None
+    """Server-side limit on a whole request; a caller may ask for less (``x-request-timeout-ms``)."""
+    recent_requests: Positive = 1000
+    """Ledgers kept for ``/v1/requests/{id}/timing``."""
+    access_log: bool = False
+    """One JSON line per request on stderr."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole deployment: ``headway.yaml`` has this shape."""
+
+    model: str = "smollm2-135m"
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment may set."""
+
+    cache: Path
+    """HEADWAY_CACHE: where pulled models are kept."""
+    hub_offline: bool
+    """HF_HUB_OFFLINE: never ask a hub."""
+
+
+def environment(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read the environment; every variable that headway knows is here."""
+    env = os.environ if environ is None else environ
+    base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = env.get("HEADWAY_CACHE") or str(Path(base) / "headway")
+    offline = env.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
+    return Environment(cache=Path(cache).expanduser(), hub_offline=offline)
+
+
+def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Return the settings of a YAML file with the command line's overrides on top.
+
+    ``overrides`` maps dotted names ("engine.threads") to values; None values do not count. Raises ConfigError with the
+    key and the reason.
+    """
+    import yaml
+
+    raw: Any = {}
+    if path is not None:
+        try:
+            raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config {str(path)!r} is not YAML: {str(error).splitlines()[0]}") from error
+        if not isinstance(raw, dict):
+            raise ConfigError(f"config {str(path)!r} must be a mapping of settings, not {type(raw).__name__}")
+    for name, value in (overrides or {}).items():
+        if value is None:
+            continue
+        place = raw
+        *parents, leaf = name.split(".")
+        for parent in parents:
+            inner = place.get(parent)
+            place[parent] = dict(inner) if isinstance(inner, dict) else {}
+            place = place[parent]
+        place[leaf] = value
+    try:
+        return msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        where = f"config {str(path)!r}" if path else "settings"
+        raise ConfigError(f"{where}: {error}; docs/settings.md lists every setting") from error
+
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "k": 10**3,
+    "kb": 10**3,
+    "kib": 2**10,
+    "m": 10**6,
+    "mb": 10**6,
+    "mib": 2**20,
+    "g": 10**9,
+    "gb": 10**9,
+    "gib": 2**30,
+    "t": 10**12,
+    "tb": 10**12,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that "2GiB", "512MB" or "1000000" mean; raises ConfigError naming the text."""
+    stripped = text.strip().lower()
+    number = stripped.rstrip("abcdefghijklmnopqrstuvwxyz ")
+    unit = stripped[len(number) :].strip()
+    try:
+        value = float(number) * _UNITS[unit]
+    except (KeyError, ValueError):
+        raise ConfigError(f"not an amount of memory: {text!r}; write it like 2GiB or 512MB") from None
+    if not 0 < value < 2**63:
+        raise ConfigError(f"not an amount of memory: {text!r}; it must be above zero")
+    return int(value)

@@ -1,0 +1,1 @@
+"""Requests to Chunks: tokenizer, scheduler, KV blocks, runner, sampler."""

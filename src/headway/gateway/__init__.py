@@ -1,0 +1,1 @@
+"""HTTP in, HTTP out: the request path around the engine."""

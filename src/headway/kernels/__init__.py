@@ -1,0 +1,1 @@
+"""Every Op's signature and its implementations."""

@@ -1,0 +1,1 @@
+"""Clock, ledger, metrics, logs."""
