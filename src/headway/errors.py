@@ -17,7 +17,8 @@ HeadwayError
 ├── ServerError                    the service is at fault
 │   ├── Overloaded            503  server_is_overloaded
 │   ├── EngineDied            500  engine_died
-│   └── RequestTimeout        504  request_timeout
+│   ├── RequestTimeout        504  request_timeout
+│   └── InternalError         500  internal_error
 └── LocalError                     never crosses HTTP: a command's error
     ├── CheckpointError            a model file is wrong
     ├── TemplateError              a chat template is wrong or hostile
@@ -194,3 +195,28 @@ class PullError(LocalError):
     """A model could not be had."""
 
     code = "pull_failed"
+
+
+class InternalError(ServerError):
+    """A fault of ours; the log has the details."""
+
+
+def _by_code() -> dict[str, type[HeadwayError]]:
+    found: dict[str, type[HeadwayError]] = {}
+    todo: list[type[HeadwayError]] = [HeadwayError]
+    while todo:
+        kind = todo.pop()
+        found[kind.code] = kind
+        todo += kind.__subclasses__()
+    # Codes that two classes share: over a process border the server's fault is meant.
+    found["request_timeout"] = RequestTimeout
+    found["internal_error"] = InternalError
+    return found
+
+
+_KINDS = _by_code()
+
+
+def error_of(code: str, message: str, retry_after_s: float | None = None) -> HeadwayError:
+    """Return the error that a code from another process stands for; unknown codes become InternalError."""
+    return _KINDS.get(code, InternalError)(message, retry_after_s=retry_after_s)

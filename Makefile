@@ -1,0 +1,36 @@
+# Two commands on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+PORT ?= 8000
+MODEL ?= smollm2-135m
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: serve test check docs bench clean
+
+serve: $(VENV)/.serve
+	@exec $(BIN)/headway serve $(MODEL) --port $(PORT)
+
+test: $(VENV)/.dev
+	@scripts/check
+
+# Regenerates the docs that are made from code (CLI help, settings, metrics).
+docs: $(VENV)/.dev
+	@$(BIN)/python scripts/docs.py
+
+bench: $(VENV)/.dev
+	@$(BIN)/python benchmarks/engine.py
+
+# Serving needs a build of the package and its few dependencies; no PyTorch.
+$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.serve
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
