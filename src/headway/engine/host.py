@@ -50,7 +50,6 @@ class _Active:
         self.submit = submit
         self.assembly = assembly
         self.queue: asyncio.Queue[Chunk | HeadwayError] = asyncio.Queue()
-        self.delivered = False
         self.retried = False
         self.cause = "disconnect"
         """Why it is aborted, when its reader goes away before the end."""
@@ -160,7 +159,6 @@ class EngineHost:
                 item = await active.queue.get()
                 if isinstance(item, HeadwayError):
                     raise item
-                active.delivered = True
                 yield item
         finally:
             self._active.pop(submit.id, None)
@@ -345,7 +343,7 @@ class EngineHost:
         log.error("the engine process ended with status %s; starting it again", code)
         self._reason = "the engine is starting again"
         for active in list(self._active.values()):
-            if active.delivered or active.retried or not active.queue.empty():
+            if active.assembly.fed or active.retried:
                 active.assembly.done = True
                 active.queue.put_nowait(EngineDied("the engine process ended while it answered this request"))
         self._keep(self._restart())
@@ -368,7 +366,7 @@ class EngineHost:
         if self._draining:
             self._reason = "draining"
         for active in list(self._active.values()):
-            if not active.delivered and not active.retried and not active.assembly.done:
+            if not active.retried and not active.assembly.done:
                 active.retried = True
                 self._send(active.submit)
 

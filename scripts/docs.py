@@ -1,0 +1,92 @@
+"""Writes the docs that are made from code: docs/cli.md, docs/settings.md, docs/metrics.md. ``--check`` only compares."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import sys
+import typing
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+os.environ["COLUMNS"] = "100"
+
+from headway import config  # noqa: E402
+from headway.cli import build_parser  # noqa: E402
+from headway.telemetry import metrics  # noqa: E402
+
+NOTE = "<!-- made by scripts/docs.py; edit the code, then run `make docs` -->\n"
+
+
+def cli() -> str:
+    """Return every command's help."""
+    parser = build_parser()
+    parts = ["# Commands\n", NOTE, "```text\n" + parser.format_help() + "```\n"]
+
+    def walk(inner: argparse.ArgumentParser) -> None:
+        for action in inner._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for sub in action.choices.values():
+                    parts.append(f"## {sub.prog}\n\n```text\n{sub.format_help()}```\n")
+                    walk(sub)
+
+    walk(parser)
+    return "\n".join(parts)
+
+
+def _field_docs(kind: type) -> dict[str, str]:
+    """Return the string under each field of a class, joined to one line."""
+    tree = ast.parse(inspect.getsource(kind)).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for here, after in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(here, ast.AnnAssign) and isinstance(here.target, ast.Name):
+            text = ""
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = " ".join(str(after.value.value).split())
+            found[here.target.id] = text
+    return found
+
+
+def settings() -> str:
+    """Return a table of every setting of headway.yaml and of the environment."""
+    lines = ["# Settings\n", NOTE, "`headway.yaml` (given with `--config`) may hold any of these; unknown keys are refused."]
+    parts = [("", config.Config), ("engine", config.EngineConfig), ("server", config.ServerConfig)]
+    for name, kind in parts:
+        lines += [f"\n## {name or 'top level'}\n", "| setting | default | meaning |", "| --- | --- | --- |"]
+        docs = _field_docs(kind)
+        hints = typing.get_type_hints(kind)
+        for field in kind.__struct_fields__:
+            if name == "" and field in {"engine", "server"}:
+                continue
+            default = kind.__struct_defaults__[kind.__struct_fields__.index(field)]
+            choices = typing.get_args(hints[field]) if typing.get_origin(hints[field]) is typing.Literal else ()
+            meaning = docs[field] + (f" One of {', '.join(map(str, choices))}." if choices else "")
+            lines.append(f"| `{name + '.' if name else ''}{field}` | `{default}` | {meaning} |")
+    lines += ["\n## environment\n", "| field | meaning |", "| --- | --- |"]
+    lines += [f"| `{field}` | {text} |" for field, text in _field_docs(config.Environment).items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write or compare all pages; return 1 when one is stale."""
+    check = "--check" in sys.argv[1:]
+    pages = {"cli.md": cli(), "settings.md": settings(), "metrics.md": metrics.markdown()}
+    stale = []
+    for name, text in pages.items():
+        path = ROOT / "docs" / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    if check and stale:
+        print(f"docs/{', docs/'.join(stale)}: not what the code says; run `make docs`", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The command line: parses, then calls. Data goes to stdout, logs and progress to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway import __version__
+from headway.config import Config, load_config
+from headway.errors import ClientError, HeadwayError
+
+DEFAULT_MODEL = "smollm2-135m"
+MODEL_HELP = "alias, directory, .gguf file or hub id (default: %(default)s)"
+KERNELS = ("auto", "cpu", "cuda", "reference")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
+
+
+_positive.__name__ = "positive integer"
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
+
+
+def _engine(parser: argparse.ArgumentParser) -> None:
+    """Settings of the engine that every command which runs a model takes."""
+    parser.add_argument("--kernels", choices=KERNELS, help="implementation of the Ops (default: auto)")
+    parser.add_argument("--threads", type=_positive, metavar="N", help="compute threads (default: what the cgroup allows)")
+    parser.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; docs/cli.md is generated from it."""
+    parser = argparse.ArgumentParser(
+        prog="headway", description="Serves language models with a latency you can predict, account for and prove."
+    )
+    parser.add_argument("--version", action="version", version=f"headway {__version__}")
+    parser.add_argument("-v", "--verbose", action="store_true", help="more log lines on stderr")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    serve = commands.add_parser("serve", help="start the OpenAI-compatible server")
+    serve.add_argument("model", nargs="?", default=None, metavar="MODEL", help=f"{MODEL_HELP.split(' (')[0]} (default: {DEFAULT_MODEL})")
+    serve.add_argument("--host", metavar="H", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, metavar="N", help="port to listen on, 0 for any (default: 8000)")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="headway.yaml with any of the settings")
+    _engine(serve)
+
+    pull = commands.add_parser("pull", help="fetch a model into the cache")
+    pull.add_argument("name", metavar="ALIAS|HUB_ID", help="what to fetch; `headway models` lists the aliases")
+    pull.add_argument("--json", action="store_true", help="print one JSON object")
+
+    models = commands.add_parser("models", help="list the aliases, what is cached, sizes")
+    models.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+    generate = commands.add_parser("generate", help="complete raw text, no chat template")
+    _model(generate)
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt; `-` reads it from standard input")
+    source.add_argument("--prompt-file", type=Path, metavar="F.jsonl", help='one {"prompt": ...} a line, run together')
+    generate.add_argument("--max-tokens", type=_positive, default=128, metavar="N", help="default: %(default)s")
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)s (greedy)")
+    generate.add_argument("--seed", type=int, metavar="S", help="repeatable sampling")
+    generate.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    _engine(generate)
+
+    chat = commands.add_parser("chat", help="talk to a model in the terminal")
+    _model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="system message")
+    chat.add_argument("--max-tokens", type=_positive, default=512, metavar="N", help="default: %(default)s")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="T", help="default: %(default)s")
+    chat.add_argument("--seed", type=int, metavar="S", help="repeatable sampling")
+    _engine(chat)
+
+    evaluate = commands.add_parser("eval", help="perplexity of a text, teacher-forced, no BOS added")
+    _model(evaluate)
+    evaluate.add_argument("--text-file", type=Path, required=True, metavar="F", help="UTF-8 text")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    _engine(evaluate)
+
+    bench = commands.add_parser("bench", help="measure")
+    kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    engine = kinds.add_parser("engine", help="decode and prefill rates of this machine, without HTTP")
+    _model(engine)
+    engine.add_argument("--batches", default="1,4,8,16", metavar="LIST", help="decode batch sizes (default: %(default)s)")
+    engine.add_argument("--contexts", default="64,512", metavar="LIST", help="decode contexts (default: %(default)s)")
+    engine.add_argument("--prefills", default="128,512", metavar="LIST", help="prompt lengths (default: %(default)s)")
+    engine.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs a figure (default: %(default)s)")
+    engine.add_argument("--json", action="store_true", help="print one JSON object")
+    _engine(engine)
+
+    doctor = commands.add_parser("doctor", help="what this machine offers, what headway chose, and why")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def _settings(args: argparse.Namespace) -> Config:
+    """Join file and command line; the command line wins."""
+    return load_config(
+        getattr(args, "config", None),
+        {
+            "model": args.model,
+            "server.host": getattr(args, "host", None),
+            "server.port": getattr(args, "port", None),
+            "engine.kernels": args.kernels,
+            "engine.threads": args.threads,
+            "engine.kv_memory": args.kv_memory,
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return 0 done, 1 failed, 2 wrong usage."""
+    args = build_parser().parse_args(argv)
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if args.verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        if args.command == "serve":
+            from headway.serve import serve
+
+            return serve(_settings(args))
+        from headway import commands
+
+        return commands.run(args, _settings(args).engine if hasattr(args, "kernels") else None)
+    except ClientError as error:
+        print(f"headway: {error.message}", file=sys.stderr)
+        return 2
+    except HeadwayError as error:
+        print(f"headway: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

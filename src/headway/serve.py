@@ -1,0 +1,181 @@
+"""Joins engine and gateway to a server: bind, start, say ready, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import uvicorn
+
+from headway.config import Config, environment
+from headway.engine.host import EngineHost
+from headway.engine.messages import Status
+from headway.errors import ConfigError, HeadwayError
+from headway.gateway.app import Gateway
+from headway.kernels.machine import usable_threads
+from headway.models.pull import resolve
+from headway.telemetry.clock import MonotonicClock
+from headway.telemetry.metrics import Metrics
+
+log = logging.getLogger("headway.serve")
+
+
+def serve(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; return the exit status."""
+    listener = _bind(config.server.host, config.server.port)  # before the model: a taken port is known at once
+    try:
+        path = resolve(config.model, environment(), progress=True)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(config, path, listener))
+    finally:
+        listener.close()
+
+
+def _loop_factory() -> object:
+    try:
+        import uvloop
+    except ImportError:  # not built for this platform: asyncio's own loop serves as well
+        return None
+    return uvloop.new_event_loop
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Return a bound, not yet listening socket; ConfigError names the address and the way out."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, proto)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with --host or --port"
+        ) from error
+    bound.setblocking(False)
+    return bound
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to us: uvicorn would close the listener first, and new requests must get their 503."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
+    clock = MonotonicClock()
+    metrics = Metrics()
+    host = EngineHost(
+        path,
+        config.model,
+        config.engine,
+        threads=config.engine.threads or usable_threads().threads,
+        clock=clock,
+        on_status=lambda status: _observe(metrics, status),
+    )
+    await host.start()
+    gateway = Gateway(host, config, clock=clock, metrics=metrics)
+    server = _Server(
+        uvicorn.Config(
+            gateway.app,
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=5,
+            backlog=2048,
+        )
+    )
+    stopping = _on_signals(config, gateway, host, server)
+    try:
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.002)
+        _say_ready(config, listener)
+        await serving
+        if stopping:
+            await asyncio.gather(*stopping)
+    finally:
+        await host.close()
+    return 0
+
+
+def _on_signals(
+    config: Config, gateway: Gateway, host: EngineHost, server: uvicorn.Server
+) -> list[asyncio.Task[None]]:
+    """First SIGTERM or SIGINT drains, the second stops at once."""
+    stopping: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        log.warning("draining: running streams have %.0f s", config.server.drain_s)
+        gateway.start_drain()
+        await host.drain(config.server.drain_s)
+        # The last bytes of what has just ended are still on their way through the HTTP layer.
+        limit = time.monotonic() + 2.0
+        while gateway.running and time.monotonic() < limit:
+            await asyncio.sleep(0.01)
+        server.should_exit = True
+
+    def stop() -> None:
+        if stopping:
+            server.force_exit = True
+            server.should_exit = True
+        else:
+            stopping.append(asyncio.get_running_loop().create_task(drain()))
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return stopping
+
+
+def _say_ready(config: Config, listener: socket.socket) -> None:
+    """Print the one line on stdout that scripts wait for, and a hint for people on stderr."""
+    port = listener.getsockname()[1]
+    host = config.server.host
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    print(f"ready {url} model={config.model} start={since_process_start():.2f}", flush=True)
+    print(
+        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
+        f'-d \'{{"model": "{config.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
+        f"dashboard: {url}/",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def since_process_start() -> float:
+    """Return the seconds since this process was started, imports included."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
+
+
+def _observe(metrics: Metrics, status: Status) -> None:
+    """Feed the engine's report into the histograms."""
+    for step in status.steps:
+        metrics.step_seconds.observe(step.seconds)
+    for phase, cause, seconds in status.freed:
+        metrics.cancel_to_free_seconds.observe(seconds)
+        log.debug("freed a request cancelled in %s (%s) after %.4f s", phase, cause, seconds)
+
+
+__all__ = ["HeadwayError", "serve"]
