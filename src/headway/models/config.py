@@ -1,8 +1,12 @@
-"""A model's shape, read from a Hugging Face config.json or from GGUF metadata, in one form."""
+"""A model's shape in one form, whatever the checkpoint's format (``checkpoint/config_*.py`` read it)."""
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from headway.errors import CheckpointError
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,3 +62,24 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos: int | None = None
     eos: tuple[int, ...] = ()
     """Every id that ends a sequence."""
+
+
+def checked(config: ModelConfig, source: str) -> ModelConfig:
+    """Return the config after the checks that involve several fields."""
+    if config.heads % config.kv_heads:
+        raise CheckpointError(
+            f"{source}: {config.heads} attention heads cannot share {config.kv_heads} key-value heads; it must divide"
+        )
+    if config.head_width % 2:
+        raise CheckpointError(f"{source}: head width {config.head_width} is odd; rotary embedding needs halves")
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.freq_factors:
+        if len(scaling.freq_factors) != config.head_width // 2:
+            raise CheckpointError(
+                f"{source}: rope_freqs.weight has {len(scaling.freq_factors)} factors; a head width of"
+                f" {config.head_width} needs {config.head_width // 2}"
+            )
+        bad = next((each for each in scaling.freq_factors if not 0 < each < math.inf), None)
+        if bad is not None:
+            raise CheckpointError(f"{source}: rope_freqs.weight holds {bad}; factors must be finite and above zero")
+    return config
