@@ -9,7 +9,7 @@ Shapes: a Value is ``[rows, width]`` float32, one row per token of the Batch. We
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -172,6 +172,10 @@ class Kernels(Protocol):
 
     def block_bytes(self, kv: KVLayout, block_tokens: int) -> int:
         """Return the memory that one KV block takes, over all layers."""
+        ...
+
+    def weight_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Return the memory that the weights take once loaded."""
         ...
 
     def compile(self, plan: Plan, weight: Callable[[str], Tensor], *, n_blocks: int, block_tokens: int) -> Program:

@@ -1,0 +1,170 @@
+"""Runs a step: packs the scheduler's work into a Batch and owns the compiled model and its KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from headway.config import EngineConfig, parse_bytes
+from headway.errors import CheckpointError, ConfigError
+from headway.kernels import machine, pick_kernels
+from headway.kernels.ops import Batch, Kernels, Program
+from headway.kernels.plan import record
+from headway.kernels.tensor import Float32
+from headway.models import load
+from headway.models.checkpoint import Checkpoint
+
+_MIB = 2**20
+_SHARE = 0.5  # of the memory left after the weights; the rest is for activations and neighbours
+
+
+class Work(NamedTuple):
+    """Consecutive tokens of one sequence to run in this step."""
+
+    token_ids: Sequence[int]
+    start: int
+    """Position of the first of them; K and V of all before it are stored."""
+    table: Sequence[int]
+    """Blocks of the sequence, up to the last token's at least."""
+    logits: int
+    """How many of the last tokens' logits are wanted: 0, 1, ... len(token_ids)."""
+
+
+class Runner:
+    """A model ready to run; one caller at a time."""
+
+    def __init__(
+        self, program: Program, *, vocabulary: int, n_blocks: int, block_tokens: int, context: int, kernels: Kernels
+    ) -> None:
+        self._program = program
+        self.vocabulary = vocabulary
+        self.n_blocks = n_blocks
+        self.block_tokens = block_tokens
+        self.context = context
+        self.kernels = kernels
+
+    def run(self, work: Sequence[Work]) -> Float32:
+        """Return logits [sum of work.logits, vocabulary], rows in the order of work; valid until the next call."""
+        return self._program.run(pack(work, self.block_tokens))
+
+
+def pack(work: Sequence[Work], block_tokens: int) -> Batch:
+    """Lay the work out as a Batch, in its order."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    starts, lengths = [0], list[int]()
+    logit_rows: list[int] = []
+    for ids, start, table, logits in work:
+        count = len(ids)
+        length = start + count
+        assert count > 0, "work without tokens"
+        assert 0 <= logits <= count, f"{logits} logits of {count} tokens"
+        assert len(table) * block_tokens >= length, f"{len(table)} blocks for {length} tokens"
+        token_ids += ids
+        positions += range(start, length)
+        row = len(token_ids)
+        starts.append(row)
+        lengths.append(length)
+        logit_rows += range(row - logits, row)
+    # Tables may be longer than this step needs: only what it reads is copied.
+    needed = [-(-length // block_tokens) for length in lengths]
+    tables = np.zeros((len(work), max(needed, default=0)), np.int32)
+    for i, (item, count) in enumerate(zip(work, needed, strict=True)):
+        tables[i, :count] = item.table[:count]
+    return Batch(
+        np.array(token_ids, np.int32),
+        np.array(positions, np.int32),
+        np.array(starts, np.int32),
+        np.array(lengths, np.int32),
+        tables,
+        np.array(logit_rows, np.int32),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """What the KV pool's size is decided from; bytes unless named otherwise."""
+
+    available: machine.Finding
+    weights: int
+    block: int
+    block_tokens: int
+    context: int
+    """Longest sequence in tokens."""
+    max_running: int
+
+    def blocks(self, kv_bytes: int | None = None) -> int:
+        """Return the number of blocks, of ``kv_bytes`` or of a share of what is left; ConfigError when too small."""
+        left = self.available.value - self.weights
+        full = -(-self.context // self.block_tokens)  # blocks of a sequence as long as the context
+        if kv_bytes is not None:
+            if kv_bytes > left:
+                raise ConfigError(
+                    f"engine.kv_memory of {_mib(kv_bytes)} does not fit: {self._budget()}; lower engine.kv_memory"
+                )
+            if kv_bytes < self.block:
+                raise ConfigError(
+                    f"engine.kv_memory of {_mib(kv_bytes)} holds no block of {self.block_tokens} tokens"
+                    f" ({_mib(self.block)}); raise engine.kv_memory"
+                )
+            return kv_bytes // self.block
+        n_blocks = min(int(left * _SHARE) // self.block, self.max_running * full)
+        if n_blocks < full:
+            raise ConfigError(
+                f"not enough memory for one sequence of {self.context:,} tokens, which takes"
+                f" {_mib(full * self.block)} of KV cache: {self._budget()}, half of it for the cache;"
+                " lower engine.context_tokens, or set engine.kv_memory"
+            )
+        return n_blocks
+
+    def _budget(self) -> str:
+        left = self.available.value - self.weights
+        return (
+            f"{_mib(self.available.value)} are available ({self.available.reason}), the weights take"
+            f" {_mib(self.weights)}, {_mib(max(0, left))} are left"
+        )
+
+
+def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *, n_blocks: int | None = None) -> Runner:
+    """Record the model, size the KV pool and load the weights; ``n_blocks`` overrides the size (tests).
+
+    Raises ConfigError when memory is short or the context setting is too long, CheckpointError when a weight is wrong.
+    """
+    settings = settings or EngineConfig()
+    config = checkpoint.config
+    kernels = pick_kernels(settings.kernels, settings.threads)
+    model = load(config.architecture)
+    plan = record(lambda ops: model.forward(ops, config))
+    if config.tied is False and "lm_head.weight" not in checkpoint.names():
+        raise CheckpointError("the model has no lm_head.weight, and its config does not tie the head to the embeddings")
+    context = settings.context_tokens or config.context
+    if context > config.context:
+        raise ConfigError(
+            f"engine.context_tokens of {context:,} is above the model's context of {config.context:,} tokens"
+        )
+    if n_blocks is None:
+        size = PoolSize(
+            available=machine.available_memory(),
+            weights=kernels.weight_bytes(checkpoint.tensor(name) for name in plan.weights()),
+            block=kernels.block_bytes(plan.kv, settings.block_tokens),
+            block_tokens=settings.block_tokens,
+            context=context,
+            max_running=settings.max_running,
+        )
+        n_blocks = size.blocks(None if settings.kv_memory is None else parse_bytes(settings.kv_memory))
+    program = kernels.compile(plan, checkpoint.tensor, n_blocks=n_blocks, block_tokens=settings.block_tokens)
+    return Runner(
+        program,
+        vocabulary=plan.vocabulary,
+        n_blocks=n_blocks,
+        block_tokens=settings.block_tokens,
+        context=context,
+        kernels=kernels,
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / _MIB:,.1f} MiB"

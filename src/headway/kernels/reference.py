@@ -1,0 +1,297 @@
+"""Every Op in NumPy, float32: the definition that every other implementation is tested against.
+
+Values are ``[rows, width]`` but lie in memory by column (``x.T`` is contiguous): OpenBLAS multiplies ``W @ x.T`` up to
+1.6 times as fast as ``x @ W.T`` for the few rows of a decode step, and the parts of a fused product stay contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.kernels import paged
+from headway.kernels.arrange import Group, group_calls, load_weights, place_values
+from headway.kernels.ops import Batch, Int32, KVLayout, Plan, Program, Rope
+from headway.kernels.plan import weight_shapes
+from headway.kernels.tensor import Float32, Tensor
+
+T = TypeVar("T")
+
+_TRANSPOSED_LOGITS = 64  # up to this many rows of logits, making them by column and turning them is faster
+_WORTH_THREADS = 1 << 16  # gathered elements of K from which a second thread pays for its wake-up
+
+
+def rms_norm(x: Float32, weight: Float32, out: Float32, *, eps: float, head_width: int) -> None:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over heads of ``head_width``."""
+    heads, result = _by_head(x, head_width), _by_head(out, head_width)
+    np.multiply(heads, heads, out=result)
+    inverse = np.add.reduce(result, axis=1, keepdims=True)
+    inverse /= np.float32(head_width)
+    inverse += np.float32(eps)
+    np.sqrt(inverse, out=inverse)
+    np.divide(heads, inverse, out=result)
+    result *= weight[:, None]
+
+
+def linear(x: Float32, weight: Float32, bias: Float32 | None, out: Float32) -> None:
+    """``x @ weight.T + bias``."""
+    np.matmul(weight, x.T, out=out.T)
+    if bias is not None:
+        out += bias
+
+
+def rotate(x: Float32, cos: Float32, sin: Float32, out: Float32) -> None:
+    """Rotate heads; cos is ``[half, rows]``, sin ``[2, half, rows]``, its first half negated."""
+    half, rows = cos.shape
+    halves, result = x.T.reshape(-1, 2, half, rows), out.T.reshape(-1, 2, half, rows)
+    np.multiply(halves, cos, out=result)
+    result += halves[:, ::-1] * sin
+
+
+def silu(x: Float32, out: Float32) -> None:
+    """``x / (1 + exp(-x))``; exp may overflow to infinity, which gives the right 0."""
+    np.negative(x, out=out)
+    np.exp(out, out=out)
+    out += np.float32(1)
+    np.divide(x, out, out=out)
+
+
+def gelu_tanh(x: Float32, out: Float32) -> None:
+    """``x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))``."""
+    np.multiply(x, x, out=out)
+    out *= np.float32(0.044715)
+    out += np.float32(1)
+    out *= x
+    out *= np.float32(math.sqrt(2 / math.pi))
+    np.tanh(out, out=out)
+    out += np.float32(1)
+    out *= x
+    out *= np.float32(0.5)
+
+
+def rope_tables(rope: Rope, positions: Int32) -> tuple[Float32, Float32]:
+    """Return cos ``[half, rows]`` and sin ``[2, half, rows]``, as ``rotate`` wants them."""
+    angles = np.array(rope.inv_freq, np.float32)[:, None] * positions.astype(np.float32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    if rope.factor != 1.0:
+        cos *= np.float32(rope.factor)
+        sin *= np.float32(rope.factor)
+    return cos, np.stack([-sin, sin])
+
+
+def _by_head(x: Float32, head_width: int) -> Float32:
+    """[rows, width] -> [heads, head_width, rows], a view."""
+    return x.T.reshape(-1, head_width, len(x))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all layers share in one step."""
+
+    batch: Batch
+    blocks: NDArray[np.intp]
+    """[rows] block that each row's K and V go to."""
+    offsets: NDArray[np.intp]
+    """[rows] place in that block."""
+    ropes: list[tuple[Float32, Float32]]
+    """For each distinct Rope of the model."""
+    pieces: list[list[paged.Piece]]
+    """For each distinct kind of attention of the model."""
+
+
+Run = Callable[..., None]
+"""Run(step, *inputs, output)"""
+
+
+class ReferenceKernels:
+    """NumPy on OpenBLAS; weights are dequantized to float32 at load."""
+
+    name = "reference"
+    isa = "numpy"
+
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
+
+    def block_bytes(self, kv: KVLayout, block_tokens: int) -> int:
+        """K and V in float32."""
+        return 2 * 4 * kv.layers * kv.kv_heads * kv.head_width * block_tokens
+
+    def weight_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Every weight in float32."""
+        return sum(4 * math.prod(tensor.shape) for tensor in tensors)
+
+    def compile(self, plan: Plan, weight: Callable[[str], Tensor], *, n_blocks: int, block_tokens: int) -> Program:
+        """Load the weights and allocate the KV pool, which the system backs with memory as it is touched."""
+        return _Program(plan, weight, n_blocks, block_tokens, self.threads)
+
+
+class _Program:
+    """The Plan's Calls bound to weights, buffers and the KV pool."""
+
+    def __init__(
+        self, plan: Plan, weight: Callable[[str], Tensor], n_blocks: int, block_tokens: int, threads: int
+    ) -> None:
+        groups = group_calls(plan)
+        self._weights = load_weights(groups, weight, weight_shapes(plan), threads)
+        self._block_tokens = block_tokens
+        shape = (plan.kv.layers, n_blocks, plan.kv.kv_heads, block_tokens, plan.kv.head_width)
+        # Zeros, not uninitialised: masked keys are multiplied by 0, and 0 x NaN is NaN.
+        self._k, self._v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        self._threads = threads
+        self._workers = ThreadPoolExecutor(threads - 1, "attend") if threads > 1 else None
+        self._scratch = [paged.Scratch() for _ in range(threads)]
+        self._logits = np.empty((0, plan.vocabulary), np.float32)
+        self._ropes: list[Rope] = []
+        self._kinds: list[tuple[paged.Shape, int | None]] = []
+        self._places, self._widths = place_values(groups)
+        self._nodes = [self._node(group) for group in groups]
+        self._rows = -1
+        self._bound: list[tuple[Run, tuple[Float32, ...]]] = []
+
+    def run(self, batch: Batch) -> Float32:
+        """Replay the Plan."""
+        if len(batch.token_ids) != self._rows:
+            self._resize(len(batch.token_ids))
+        step = self._step(batch)
+        with np.errstate(over="ignore"):
+            for run, arrays in self._bound:
+                run(step, *arrays)
+        return self._logits[: len(batch.logit_rows)]
+
+    def _step(self, batch: Batch) -> _Step:
+        rows_of = np.diff(batch.starts)
+        sequences = np.repeat(np.arange(len(rows_of)), rows_of)
+        blocks, offsets = np.divmod(batch.positions.astype(np.intp), self._block_tokens)
+        return _Step(
+            batch,
+            batch.tables[sequences, blocks].astype(np.intp),
+            offsets,
+            [rope_tables(rope, batch.positions) for rope in self._ropes],
+            [paged.cut(batch, shape, window, self._block_tokens, self._threads) for shape, window in self._kinds],
+        )
+
+    def _resize(self, rows: int) -> None:
+        """Lay the Values out for a number of rows."""
+        buffers = [np.empty(width * rows, np.float32) for width in self._widths]
+        views = {
+            index: buffers[at.buffer][at.column * rows : (at.column + at.width) * rows].reshape(at.width, rows).T
+            for index, at in self._places.items()
+        }
+        self._bound = [(run, tuple(views[index] for index in indices)) for run, indices in self._nodes]
+        self._rows = rows
+
+    def _node(self, group: Group) -> tuple[Run, tuple[int, ...]]:
+        """Return what runs the group, and the Values that it reads and writes."""
+        call = group.calls[0]
+        constants: dict[str, Any] = call.constants
+        weight: Any = self._weights.get(group.weight(0))  # attend, rope, gate and add have none
+        run: Run
+        match call.op:
+            case "embed":
+                run = partial(_embed, weight, np.float32(constants["scale"]))
+            case "rms_norm":
+                offset = np.float32(constants["weight_offset"])
+                run = partial(_rms_norm, weight + offset, constants["eps"], constants["head_width"])
+            case "linear":
+                run = partial(_linear, weight, self._weights.get(group.weight(1)))
+            case "rope":
+                run = partial(_rope, _index(self._ropes, constants["rope"]))
+            case "attend":
+                run = self._attend(constants)
+            case "gate":
+                run = partial(_gate, silu if constants["activation"] == "silu" else gelu_tanh)
+            case "add":
+                run = _add
+            case "head":
+                run = partial(self._head, weight, constants["softcap"])
+            case op:
+                raise AssertionError(f"no reference for {op}")
+        return run, (*(value.index for value in call.inputs), group.output)
+
+    def _attend(self, constants: dict[str, Any]) -> Run:
+        kv_heads, head_width = constants["kv_heads"], constants["head_width"]
+        shape = paged.Shape(
+            kv_heads, constants["heads"] // kv_heads, head_width, constants["scale"], constants["softcap"]
+        )
+        kind = _index(self._kinds, (shape, constants["window"]))
+        k_pool, v_pool = self._k[constants["layer"]], self._v[constants["layer"]]
+
+        def attend(step: _Step, q: Float32, k: Float32, v: Float32, out: Float32) -> None:
+            k_pool[step.blocks, :, step.offsets] = k.T.reshape(kv_heads, head_width, -1).transpose(2, 0, 1)
+            v_pool[step.blocks, :, step.offsets] = v.T.reshape(kv_heads, head_width, -1).transpose(2, 0, 1)
+            by_row, result = np.ascontiguousarray(q), np.empty(q.shape, np.float32)
+            todo = iter(step.pieces[kind])  # workers take turns: one slow core costs its share only
+
+            def work(scratch: paged.Scratch) -> None:
+                for piece in todo:
+                    paged.attend(by_row, k_pool, v_pool, result, piece, shape, scratch)
+
+            self._share(work, step.pieces[kind], k_pool[0].size)
+            out[...] = result
+
+        return attend
+
+    def _share(self, work: Callable[[paged.Scratch], None], pieces: Sequence[paged.Piece], block_size: int) -> None:
+        """Run ``work`` here, and on the other threads too when the pieces are worth it."""
+        others = []
+        gathered = sum(piece.blocks.size for piece in pieces) * block_size
+        if self._workers is not None and len(pieces) > 1 and gathered >= _WORTH_THREADS:
+            others = [self._workers.submit(work, scratch) for scratch in self._scratch[1:]]
+        work(self._scratch[0])
+        for other in others:
+            other.result()
+
+    def _head(self, weight: Float32, softcap: float | None, step: _Step, x: Float32, out: Float32) -> None:
+        rows = step.batch.logit_rows
+        if len(self._logits) < len(rows):
+            self._logits = np.empty((len(rows), len(weight)), np.float32)
+        logits = self._logits[: len(rows)]
+        chosen = x.T[:, rows]
+        if len(rows) < _TRANSPOSED_LOGITS:
+            logits[...] = np.matmul(weight, chosen).T
+        else:
+            np.matmul(np.ascontiguousarray(chosen.T), weight.T, out=logits)
+        if softcap is not None:
+            logits /= np.float32(softcap)
+            np.tanh(logits, out=logits)
+            logits *= np.float32(softcap)
+
+
+def _embed(table: Float32, scale: np.float32, step: _Step, out: Float32) -> None:
+    out[...] = table[step.batch.token_ids]
+    if scale != 1:
+        out *= scale
+
+
+def _rms_norm(weight: Float32, eps: float, head_width: int, _: _Step, x: Float32, out: Float32) -> None:
+    rms_norm(x, weight, out, eps=eps, head_width=head_width)
+
+
+def _linear(weight: Float32, bias: Float32 | None, _: _Step, x: Float32, out: Float32) -> None:
+    linear(x, weight, bias, out)
+
+
+def _rope(index: int, step: _Step, x: Float32, out: Float32) -> None:
+    rotate(x, *step.ropes[index], out)
+
+
+def _gate(activation: Callable[[Float32, Float32], None], _: _Step, gate: Float32, up: Float32, out: Float32) -> None:
+    activation(gate, out)
+    out *= up
+
+
+def _add(_: _Step, a: Float32, b: Float32, out: Float32) -> None:
+    np.add(a, b, out=out)
+
+
+def _index(known: list[T], item: T) -> int:
+    if item not in known:
+        known.append(item)
+    return known.index(item)
