@@ -1,0 +1,267 @@
+"""Which tokens run in this step, and who holds the blocks.
+
+A step is {sequence: number of tokens}; there are no phases. Running sequences that need one token go first, each step;
+what is left of the token budget goes to longer ones ("prefill") in the order
+
+    priority, then shortest remaining, then arrival,
+
+so that a short prompt overtakes a long one, except that a quarter of it is kept for the oldest: the long one gets on.
+
+Admission takes the blocks of all known tokens at once, so only a decode can lack a block. Then the least important
+running sequence (highest priority number, latest arrival) is preempted: its blocks go back, its tokens are computed
+again later. Importance never changes and preempted sequences come back in its order, before anything new of their
+priority, when their tokens and a watermark fit: hence between two ends of sequences nobody is preempted twice, and the
+most important one always runs to its end.
+
+While it waits, a sequence gains one priority level per ``aging_s``; admission obeys the gained level, so nobody starves
+in the queue; the share for the oldest sees to it afterwards.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter, itemgetter
+from typing import NamedTuple
+
+from headway.config import EngineConfig
+from headway.engine.blocks import BlockPool, Match
+from headway.engine.sequence import Group, Sequence, Status
+
+_OLDEST_SHARE = 4
+"""1/4 of the prefill budget is the oldest prefill's."""
+
+_by_order = attrgetter("order")
+
+
+class Item(NamedTuple):
+    """A sequence's part of a step."""
+
+    sequence: Sequence
+    tokens: int
+
+
+class Scheduler:
+    """Holds the waiting and the running sequences; the only writer of their tables."""
+
+    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+        self.pool = pool
+        self.step_tokens = config.step_tokens
+        # A step computes at least one token of each running sequence, within the budget.
+        self.max_running = min(config.max_running, config.step_tokens)
+        self.aging_s = config.aging_s
+        self.running: list[Sequence] = []
+        """Sorted by importance."""
+        self.waiting: dict[Sequence, None] = {}
+        self.held_back = 0
+        self.preemptions = 0
+        self.hit_tokens = 0
+        self.miss_tokens = 0
+
+    def add(self, group: Group) -> None:
+        """Queue a request's first choice; its siblings are held back until the prompt is computed."""
+        self.held_back += len(group.choices)
+        self._queue(group.choices[0])
+
+    def schedule(self, now: float) -> list[Item]:
+        """Return this step's work, with blocks allocated; empty only when nothing is running or waiting."""
+        items = self._decodes()
+        budget = self.step_tokens - len(items)
+        prefilling = [sequence for sequence in self.running if sequence.remaining > 1]
+        granted: dict[Sequence, int] = {}
+        if prefilling and budget > 0:
+            oldest = min(prefilling, key=lambda sequence: (sequence.group.number, sequence.index))
+            granted[oldest] = min(oldest.remaining, max(1, budget // _OLDEST_SHARE))
+            budget -= granted[oldest]
+        for sequence in self._candidates(prefilling, now):
+            if budget <= 0:
+                break
+            if sequence.status is Status.WAITING and not self._admit(sequence):
+                break  # the head of the queue keeps its turn: nothing overtakes it for want of blocks
+            before = granted.get(sequence, 0)
+            take = min(sequence.remaining - before, budget)
+            granted[sequence] = before + take
+            budget -= take
+        items.extend(Item(sequence, tokens) for sequence, tokens in granted.items())
+        return items
+
+    def computed(self, item: Item) -> None:
+        """Note that a step has run: offer full blocks to the prefix cache, let siblings start."""
+        sequence, size = item.sequence, self.pool.block_tokens
+        sequence.computed += item.tokens
+        while (sequence.registered + 1) * size <= sequence.computed and self.pool.prefix_cache:
+            start = sequence.registered * size
+            sequence.prefix = self.pool.register(
+                sequence.table[sequence.registered],
+                sequence.tokens[start : start + size],
+                sequence.group.salt,
+                sequence.prefix,
+            )
+            sequence.registered += 1
+        if sequence.computed >= sequence.output_start and self.held_back:
+            self._let_siblings_start(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence in any phase; its blocks are free when this returns."""
+        if sequence.status is Status.RUNNING:
+            self._stop_running(sequence)
+        elif sequence.status is Status.WAITING:
+            del self.waiting[sequence]
+        elif sequence.status is Status.HELD_BACK:
+            self.held_back -= 1
+        else:
+            return
+        sequence.status = Status.FINISHED
+        self._give_back(sequence)
+        choices = sequence.group.choices
+        if not any(choice.status in (Status.WAITING, Status.RUNNING) for choice in choices):
+            # The one that computed the prompt is gone: the next sibling does it.
+            heir = next((choice for choice in choices if choice.status is Status.HELD_BACK), None)
+            if heir is not None:
+                self._queue(heir)
+
+    def check_integrity(self) -> str:
+        """Return the first broken invariant of the pool against all live tables, or ""."""
+        return self.pool.check_integrity(sequence.table for sequence in (*self.running, *self.waiting))
+
+    def _decodes(self) -> list[Item]:
+        """Sequences one token short, the most important first; victims are taken from the other end."""
+        items = []
+        pool, running = self.pool, self.running
+        size, position = pool.block_tokens, 0
+        while position < len(running):
+            sequence = running[position]
+            position += 1
+            if len(sequence.tokens) - sequence.computed != 1:
+                continue
+            if len(sequence.table) * size <= sequence.computed and not self._grow(sequence):
+                continue
+            items.append(Item(sequence, 1))
+        return items
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Allocate a sequence's next block, preempting for it; False when the sequence itself had to go."""
+        if not self.pool.can_allocate(1):
+            self._take_back_shared()
+        while not self.pool.can_allocate(1):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.table.extend(self.pool.allocate(1))
+        return True
+
+    def _candidates(self, prefilling: list[Sequence], now: float) -> Iterator[Sequence]:
+        """Prefilling and admissible waiting sequences in the order of service."""
+        ranked = [((s.group.submit.priority, 1, s.remaining, s.order), s) for s in prefilling]
+        returning: list[Sequence] = []
+        if self.waiting and len(self.running) < self.max_running and (self.pool.available() or not self.running):
+            ranked.extend((self._rank(s, now), s) for s in self.waiting)
+            returning = sorted((s for s in self.waiting if s.preempted), key=_by_order)
+        ranked.sort(key=itemgetter(0))
+        for _, sequence in ranked:
+            if sequence.status is Status.WAITING:
+                if len(self.running) >= self.max_running:
+                    continue
+                first = next((s for s in returning if s.status is Status.WAITING), None)
+                # Preempted ones return in order of importance; only a more important request goes before them.
+                if (
+                    first is not None
+                    and first is not sequence
+                    and (sequence.preempted or sequence.group.submit.priority >= first.group.submit.priority)
+                ):
+                    continue
+            yield sequence
+
+    def _rank(self, sequence: Sequence, now: float) -> tuple[int, int, int, tuple[int, int, int]]:
+        """The place of a waiting sequence; fairness between tenants belongs here."""
+        level = sequence.group.submit.priority - int((now - sequence.group.received) / self.aging_s)
+        return (level, 0 if sequence.preempted else 1, sequence.remaining, sequence.order)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Move a waiting sequence to the running ones if its blocks and a reserve can be had."""
+        pool = self.pool
+        match = Match((), 0, None)
+        if not sequence.table and not sequence.scores_prompt:
+            match = pool.match_prefix(sequence.tokens, sequence.group.salt)
+        have = len(sequence.table) + len(match.blocks)
+        need = pool.blocks_for(len(sequence.tokens)) - have
+        if not pool.can_allocate(need + self._reserve(sequence), match.blocks):
+            if self.running:
+                return False
+            # Nothing runs, so all that is held belongs to waiting siblings; alone, every accepted request fits.
+            self._take_back_shared(keep=sequence)
+            if not pool.can_allocate(need, match.blocks):
+                return False
+        pool.share(match.blocks)
+        sequence.table.extend(match.blocks)
+        sequence.table.extend(pool.allocate(need))
+        if match.blocks:
+            sequence.computed = match.tokens
+            sequence.registered = len(match.blocks)
+            sequence.prefix = match.prefix
+        self._count_hits(sequence, match.tokens)
+        del self.waiting[sequence]
+        sequence.preempted = False
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_by_order)
+        return True
+
+    def _reserve(self, sequence: Sequence) -> int:
+        """Blocks to leave over: one for each running sequence, and one for this one's own growth."""
+        pool = self.pool
+        grows = pool.blocks_for(sequence.most_tokens) > pool.blocks_for(len(sequence.tokens))
+        return (len(self.running) + grows) if self.running else 0
+
+    def _count_hits(self, sequence: Sequence, tokens: int) -> None:
+        if not sequence.count_hits:
+            return
+        sequence.count_hits = False
+        group = sequence.group
+        if sequence.computed == tokens:  # not one that starts from a sibling's blocks
+            self.hit_tokens += tokens
+            self.miss_tokens += len(sequence.tokens) - tokens
+            if sequence.index == 0:
+                group.cached_tokens = tokens
+
+    def _let_siblings_start(self, first: Sequence) -> None:
+        """Give the held-back siblings the prompt's full blocks; each computes the rest of the prompt itself."""
+        shared = (first.output_start - 1) // self.pool.block_tokens
+        for sibling in first.group.choices:
+            if sibling.status is not Status.HELD_BACK:
+                continue
+            sibling.table = first.table[:shared]
+            self.pool.share(sibling.table)
+            sibling.computed = shared * self.pool.block_tokens
+            # The blocks are findable already; registering them again returns the same links.
+            sibling.prompt_logprobs = list(first.prompt_logprobs)
+            self._queue(sibling)
+
+    def _take_back_shared(self, keep: Sequence | None = None) -> None:
+        """Waiting siblings give the prompt's blocks back before anybody is preempted; they will compute it again."""
+        for sequence in self.waiting:
+            if sequence.table and sequence is not keep:
+                self._give_back(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop_running(sequence)
+        self._give_back(sequence)
+        sequence.preempted = True
+        sequence.preemptions += 1
+        self.preemptions += 1
+        sequence.status = Status.WAITING
+        self.waiting[sequence] = None
+
+    def _give_back(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.table)
+        sequence.forget_computed()
+
+    def _queue(self, sequence: Sequence) -> None:
+        self.held_back -= 1
+        sequence.status = Status.WAITING
+        self.waiting[sequence] = None
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        place = bisect_left(self.running, sequence.order, key=_by_order)
+        assert self.running[place] is sequence
+        del self.running[place]
