@@ -49,14 +49,14 @@ def examine(environment: Environment) -> Findings:
     memory = available_memory()
     isa = list(instruction_sets())
     config = EngineConfig()
-    kernels = pick_kernels(config.kernels, threads.threads)
+    kernels = pick_kernels(config.kernels, threads.value)
     return Findings(
         version=__version__,
         machine=cpu_model(),
         isa=isa,
-        threads=threads.threads,
+        threads=threads.value,
         threads_why=threads.reason,
-        memory_bytes=memory.available_bytes,
+        memory_bytes=memory.value,
         memory_why=memory.reason,
         kernels=kernels.name,
         findings=[

@@ -60,7 +60,7 @@ class LLM:
         self.config = msgspec.convert({**msgspec.structs.asdict(config or EngineConfig()), **settings}, EngineConfig)
         self.path: Path = resolve(model, environment(), progress=progress)
         self.name = model
-        threads = self.config.threads or usable_threads().threads
+        threads = self.config.threads or usable_threads().value
         self.engine, self.started = launch(EngineSpec(model=str(self.path), config=self.config, threads=threads))
         self._checkpoint = open_checkpoint(self.path)
         self.tokenizer: Tokenizer = load_tokenizer(self._checkpoint)

@@ -81,7 +81,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
         path,
         config.model,
         config.engine,
-        threads=config.engine.threads or usable_threads().threads,
+        threads=config.engine.threads or usable_threads().value,
         clock=clock,
         on_status=lambda status: _observe(metrics, status),
     )

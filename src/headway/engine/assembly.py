@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from headway.engine.messages import Abort, Emitted, Logprobs, Submit
-from headway.engine.output import ChoiceText
+from headway.engine.messages import Abort, Emitted, Submit
+from headway.engine.output import ChoiceText, Delta, to_token_logprob
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import ContextExceeded, InvalidRequest, NeverFits
 from headway.telemetry.clock import Clock, MonotonicClock
-from headway.types import Chunk, EngineTiming, Finish, Params, Request, TokenLogprob, Usage
+from headway.types import Chunk, EngineTiming, Finish, Params, Request, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,7 @@ def prepare(request: Request, tokenizer: Tokenizer, limits: Limits) -> Submit:
             f"{limits.capacity_tokens}: shorten the request, or give the server more with --kv-memory",
             param="max_tokens" if fits > 0 else "prompt",
         )
-    # Asked for nothing but the prompt's log-probabilities: one token is run and not shown.
-    resolved = max(1, min(room, fits)) if wanted is None else max(1, wanted)
+    resolved = min(room, fits) if wanted is None else wanted
     return Submit(
         id=request.id,
         token_ids=ids,
@@ -117,25 +116,24 @@ def check_params(params: Params, vocabulary: int) -> Params:
 class _Choice:
     """One of the n answers."""
 
-    def __init__(self, tokenizer: Tokenizer, params: Params) -> None:
-        self.text = ChoiceText(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        self.tokens = 0
+    def __init__(self, tokenizer: Tokenizer, params: Params, prompt: tuple[int, ...]) -> None:
+        self.text = ChoiceText(tokenizer, stop=params.stop, min_tokens=params.min_tokens, after=prompt)
         self.begun = False
         self.done = False
-        self.pending_ids: list[int] = []
-        self.pending_logprobs: list[TokenLogprob] = []
+        self.ids: list[int] = []
+        """Generated, and not yet in a Chunk: the end of the text may be held back."""
 
 
 class Assembly:
     """Turns what the engine emits for one request into Chunks, and says when it is complete."""
 
     def __init__(self, request: Request, submit: Submit, tokenizer: Tokenizer, clock: Clock | None = None) -> None:
-        self._clock = clock or MonotonicClock()
         self._id = submit.id
         self._prompt = submit.token_ids
         self._params = request.params
         self._tokenizer = tokenizer
-        self._choices = [_Choice(tokenizer, request.params) for _ in range(request.params.n)]
+        self._clock = clock or MonotonicClock()
+        self._choices = [_Choice(tokenizer, request.params, submit.token_ids) for _ in range(request.params.n)]
         self._timing = EngineTiming()
         self.fed = False
         """Something has come from the engine: the request cannot be repeated unseen."""
@@ -149,92 +147,57 @@ class Assembly:
             return [], []
         if emitted.timing is not None and emitted.index == 0:
             self._timing = emitted.timing
-        chunks: list[Chunk] = []
-        if not choice.begun:
-            choice.begun = True
-            chunks += self._begin(emitted)
-        text, finish, reason = self._text(choice, emitted)
-        aborts: list[Abort] = []
+        chunks = [] if choice.begun else [self._begin(emitted)]
+        choice.begun = True
+        choice.ids += emitted.token_ids
+        delta = choice.text.feed(emitted.token_ids, emitted.logprobs, ended_by_token=emitted.ended_by_token)
+        text, logprobs, stop = delta.text, delta.logprobs, delta.stop
+        if emitted.finish is not None and stop is None:
+            rest = choice.text.finish()
+            text, logprobs, stop = text + rest.text, logprobs + rest.logprobs, rest.stop
+        finish = emitted.finish if stop is None else Finish.STOP
+        aborts = []
         if finish is not None:
             choice.done = True
+            self.done = all(one.done for one in self._choices)
             if emitted.finish is None:
                 aborts.append(Abort(id=self._id, index=emitted.index, cause="stop"))
-                if emitted.index == 0:  # the engine will not report this end: it is ours
+                if emitted.index == 0:  # the engine does not report this end: it is ours
                     self._timing = msgspec.structs.replace(self._timing, finished=self._clock.now())
-        self.done = all(one.done for one in self._choices)
-        if text or finish is not None or (choice.pending_logprobs and not self._params.stop):
-            chunks.append(self._chunk(choice, emitted, text, finish, reason))
+        if text or logprobs or finish is not None:
+            reason = emitted.stop_reason if stop is None else stop
+            chunks.append(self._chunk(choice, emitted, Delta(text, logprobs), finish, reason))
         return chunks, aborts
 
-    def _begin(self, emitted: Emitted) -> list[Chunk]:
+    def _begin(self, emitted: Emitted) -> Chunk:
         """Return the Chunk that leads a choice: what the prompt was, and its text when it is to be echoed."""
-        wants_prompt = self._params.echo or self._params.prompt_logprobs is not None
-        return [
-            Chunk(
-                index=emitted.index,
-                text=self._tokenizer.decode(list(self._prompt)) if self._params.echo else "",
-                prompt_token_ids=self._prompt,
-                prompt_logprobs=tuple(self._logprob(entry) if entry else None for entry in emitted.prompt_logprobs)
-                if wants_prompt
-                else (),
-                timing=self._timing,
-            )
-        ]
-
-    def _text(self, choice: _Choice, emitted: Emitted) -> tuple[str, Finish | None, str | int | None]:
-        """Feed the tokens one by one until a stop string ends the choice."""
-        finish, reason = emitted.finish, emitted.stop_reason
-        if self._params.max_tokens == 0:
-            return "", finish, reason
-        parts: list[str] = []
-        last = len(emitted.token_ids) - 1
-        for place, token_id in enumerate(emitted.token_ids):
-            choice.tokens += 1
-            choice.pending_ids.append(token_id)
-            if emitted.logprobs:
-                choice.pending_logprobs.append(self._logprob(emitted.logprobs[place]))
-            if emitted.ended_by_token and place == last:
-                continue  # an end token has no text
-            parts.append(choice.text.feed(token_id))
-            if choice.text.stopped is not None:
-                return "".join(parts), Finish.STOP, choice.text.stopped
-        if finish is not None:
-            parts.append(choice.text.flush())
-            if choice.text.stopped is not None:
-                return "".join(parts), Finish.STOP, choice.text.stopped
-        return "".join(parts), finish, reason
+        entries = (None if e is None else to_token_logprob(self._tokenizer, e) for e in emitted.prompt_logprobs)
+        return Chunk(
+            index=emitted.index,
+            text=self._tokenizer.decode(self._prompt) if self._params.echo else "",
+            prompt_token_ids=self._prompt,
+            prompt_logprobs=tuple(entries),
+            timing=self._timing,
+        )
 
     def _chunk(
-        self, choice: _Choice, emitted: Emitted, text: str, finish: Finish | None, reason: str | int | None
+        self, choice: _Choice, emitted: Emitted, delta: Delta, finish: Finish | None, reason: str | int | None
     ) -> Chunk:
-        ids, choice.pending_ids = tuple(choice.pending_ids), []
-        logprobs, choice.pending_logprobs = tuple(choice.pending_logprobs), []
+        ids, choice.ids = tuple(choice.ids), []
         usage = None
         if self.done:
             usage = Usage(
                 prompt_tokens=len(self._prompt),
-                completion_tokens=sum(one.tokens for one in self._choices),
+                completion_tokens=sum(one.text.tokens for one in self._choices),
                 cached_tokens=self._timing.cached_tokens,
             )
         return Chunk(
             index=emitted.index,
-            text=text,
+            text=delta.text,
             token_ids=ids,
-            logprobs=logprobs,
+            logprobs=delta.logprobs,
             finish=finish,
             stop_reason=reason,
             usage=usage,
             timing=self._timing if usage is not None or emitted.timing is not None else None,
         )
-
-    def _logprob(self, entry: Logprobs) -> TokenLogprob:
-        def named(token_id: int, value: float) -> TokenLogprob:
-            return TokenLogprob(
-                token_id=token_id,
-                logprob=value,
-                text=self._tokenizer.token_text(token_id),
-                raw=self._tokenizer.token_bytes(token_id),
-            )
-
-        top = tuple(named(token_id, value) for token_id, value in entry.top)
-        return msgspec.structs.replace(named(entry.token_id, entry.logprob), top=top)
