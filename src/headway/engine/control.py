@@ -18,7 +18,7 @@ _MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))))
 
 
 class Marks:
-    """Two characters, absent from the caller's text, that forbid a control token to start or to end where they stand."""
+    """Two characters, absent from the caller's text: no control token may start, or end, where they stand."""
 
     def __init__(self, control: ControlTokens, texts: Iterable[str]) -> None:
         joined = "\0".join(texts)
@@ -75,8 +75,8 @@ class ControlTokens:
     """The control tokens of one vocabulary, and an encoder that takes only those it is told of.
 
     The encoder shares the model, normalizer and pre-tokenizer of the full one, but knows each control token by an
-    unguessable stand-in. So a text with control tokens replaced by stand-ins gives the full encoder's ids, and a control
-    token's own spelling is plain text to it.
+    unguessable stand-in. So a text with control tokens replaced by stand-ins gives the full encoder's ids, and a
+    control token's own spelling is plain text to it.
     """
 
     def __init__(self, backend: Tokenizer, added: Mapping[int, AddedToken], special_ids: frozenset[int]) -> None:
@@ -103,7 +103,7 @@ class ControlTokens:
 
     def _compile(self) -> None:
         spellings = sorted(self._ids, key=len, reverse=True)
-        alternatives = "|".join(map(re.escape, spellings)) or "(?!)"
+        alternatives = longest_of(spellings)
         self._pattern = re.compile(alternatives)
         # Without regard to case: a template may lower the text. Look-ahead: occurrences may overlap.
         self._anywhere = re.compile(f"(?=(?:{alternatives}))", re.IGNORECASE)
@@ -191,8 +191,32 @@ class ControlTokens:
                 for content, stand_in in stand_ins.items()
             ]
         )
-        real = {quiet.token_to_id(stand_in): self._ids[content] for content, stand_in in stand_ins.items()}
+        spelled = {stand_in: content for content, stand_in in stand_ins.items()}
+        decoder = quiet.get_added_tokens_decoder()
+        real = {i: self._ids[spelled[token.content]] for i, token in decoder.items() if token.content in spelled}
         return quiet, stand_ins, real
+
+
+def longest_of(spellings: Sequence[str]) -> str:
+    """Return an expression for the longest of these that stands here; a tree, so that thousands cost little."""
+    tree: dict[str, Any] = {}
+    for spelling in spellings:
+        branch = tree
+        for char in spelling:
+            branch = branch.setdefault(char, {})
+        branch[""] = {}
+    return _branch_pattern(tree) if tree else "(?!)"
+
+
+def _branch_pattern(branch: dict[str, Any]) -> str:
+    run = ""
+    while len(branch) == 1 and "" not in branch:
+        char, branch = next(iter(branch.items()))
+        run += re.escape(char)
+    ways = [re.escape(char) + _branch_pattern(below) for char, below in branch.items() if char]
+    if not ways:
+        return run
+    return f"{run}(?:{'|'.join(ways)}){'?' if '' in branch else ''}"
 
 
 def _wrap(backend: Tokenizer, ids: list[int], ends: list[int]) -> list[int]:
@@ -201,5 +225,7 @@ def _wrap(backend: Tokenizer, ids: list[int], ends: list[int]) -> list[int]:
         return ids
     probe: list[int] = backend.encode("a", add_special_tokens=True).ids
     inner: list[int] = backend.encode("a", add_special_tokens=False).ids
-    before = len(ends) if not inner else next((i for i in range(len(ends) + 1) if probe[i : i + len(inner)] == inner), 0)
+    before = (
+        len(ends) if not inner else next((i for i in range(len(ends) + 1) if probe[i : i + len(inner)] == inner), 0)
+    )
     return [*ends[:before], *ids, *ends[before:]]

@@ -63,9 +63,9 @@ class Vocabulary:
 
 
 # Control tokens that end a turn whatever the file's EOS is (llama.cpp calls them end-of-generation tokens).
-_TURN_ENDS = frozenset(
-    "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|end_of_text|> <end_of_turn> <eos> </s> <|eot|> <|return|> "
-    "<|call|> <｜end▁of▁sentence｜>".split()
+TURN_ENDS = frozenset(
+    {"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|end|>", "<|end_of_text|>"}
+    | {"<end_of_turn>", "<eos>", "</s>", "<|return|>", "<|call|>", "<｜end▁of▁sentence｜>"}
 )
 
 
@@ -92,8 +92,9 @@ class _Fields:
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             index = next(i for i, token in enumerate(self.tokens) if self.ids[token] != i)
+            token = self.tokens[index]
             raise CheckpointError(
-                f"tokenizer.ggml.tokens holds {self.tokens[index]!r} twice, at {index} and {self.ids[self.tokens[index]]}; "
+                f"tokenizer.ggml.tokens holds {_short(token)} twice, at {index} and {self.ids[token]}; "
                 "the file is damaged: download or convert it again."
             )
         self.types = self._types()
@@ -127,7 +128,7 @@ class _Fields:
         value = self._metadata.get(key)
         if value is None:
             return None
-        if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence) and not hasattr(value, "tolist"):
+        if isinstance(value, str | bytes | Mapping) or not (isinstance(value, Sequence) or hasattr(value, "tolist")):
             raise CheckpointError(f"{key} is {_short(value)}, where an array is needed; the file is damaged.")
         items: list[Any] = value if isinstance(value, list) else list(getattr(value, "tolist", lambda: value)())
         if length is not None and len(items) != length:
@@ -178,7 +179,7 @@ class _Fields:
                     f"{key}[{index}] is {_short(rules[index])}, which is not two known tokens whose union is known; "
                     "the file is damaged: download or convert it again."
                 )
-        return pairs  # type: ignore[return-value]
+        return pairs
 
     def templates(self) -> dict[str, str]:
         found = {}
@@ -269,7 +270,9 @@ def _derive_merges(fields: _Fields, *, by_position: bool) -> list[tuple[str, str
     else:
         scores = fields.sequence("tokenizer.ggml.scores", (int, float), len(tokens))
         if scores is None:
-            raise CheckpointError("tokenizer.ggml.scores is missing, and so is tokenizer.ggml.merges; convert it again.")
+            raise CheckpointError(
+                "tokenizer.ggml.scores is missing, and so is tokenizer.ggml.merges; convert it again."
+            )
         if any(score != score for score in scores):
             raise CheckpointError("tokenizer.ggml.scores holds a NaN; the file is damaged.")
         usable.sort(key=scores.__getitem__, reverse=True)
@@ -321,7 +324,7 @@ def _finish(
         ]
     )
     ends = {fields.token_id(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
-    ends |= {index for index in special if fields.tokens[index] in _TURN_ENDS}
+    ends |= {index for index in special if fields.tokens[index] in TURN_ENDS}
     add_bos = fields.flag("tokenizer.ggml.add_bos_token", cut.add_bos if cut else True)
     add_eos = fields.flag("tokenizer.ggml.add_eos_token", False)
     set_ends(
