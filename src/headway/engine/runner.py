@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.config import EngineConfig, parse_bytes
-from headway.errors import CheckpointError, ConfigError
+from headway.errors import ConfigError
 from headway.kernels import machine, pick_kernels
 from headway.kernels.ops import Batch, Kernels, Program
 from headway.kernels.plan import record
@@ -138,8 +138,6 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
     kernels = pick_kernels(settings.kernels, settings.threads)
     model = load(config.architecture)
     plan = record(lambda ops: model.forward(ops, config))
-    if config.tied is False and "lm_head.weight" not in checkpoint.names():
-        raise CheckpointError("the model has no lm_head.weight, and its config does not tie the head to the embeddings")
     context = settings.context_tokens or config.context
     if context > config.context:
         raise ConfigError(
