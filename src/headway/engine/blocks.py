@@ -181,7 +181,11 @@ class BlockPool:
         if known is not None:
             prefix = self._blocks[known].prefix
             assert prefix is not None
-            return prefix if prefix.same(part, salt, parent) else Prefix(digest, part, salt, parent)
+            if not prefix.same(part, salt, parent):
+                return Prefix(digest, part, salt, parent)
+            if known in self._cached:
+                self._cached.move_to_end(known)
+            return prefix
         assert block.prefix is None
         block.prefix = Prefix(digest, part, salt, parent)
         self._map[digest] = number
