@@ -197,7 +197,7 @@ def test_an_engine_that_stays_hung_is_replaced(tiny_model: Path) -> None:
 def test_drain_lets_running_streams_finish_and_refuses_the_rest(tiny_model: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, max_running=2) as host:
-            some = Params(temperature=0.0, max_tokens=200, ignore_eos=True)
+            some = Params(temperature=0.0, max_tokens=1500, ignore_eos=True)
             streams = [asyncio.create_task(collect(host, request(f"r{i}", params=some))) for i in range(2)]
             await until(lambda: host.load().running == 2)
             waiting = [asyncio.create_task(collect(host, request(f"w{i}"))) for i in range(2)]
@@ -210,7 +210,7 @@ def test_drain_lets_running_streams_finish_and_refuses_the_rest(tiny_model: Path
             with pytest.raises(Overloaded):
                 await collect(host, request("new"))
             await draining
-            assert [len(ids(await stream)) for stream in streams] == [200, 200]
+            assert [len(ids(await stream)) for stream in streams] == [1500, 1500]
 
     drive(scenario)
 

@@ -98,11 +98,12 @@ class EngineHost:
         launching = asyncio.create_task(self._spawn())
         try:
             self._checkpoint, self._tokenizer = await asyncio.to_thread(self._open)
+            await launching
         except BaseException:
+            launching.cancel()
             await asyncio.gather(launching, return_exceptions=True)
             await self.close()
             raise
-        await launching
         self._keep(self._watch())
 
     def _open(self) -> tuple[Checkpoint, Tokenizer]:

@@ -10,12 +10,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from headway.engine.channel import HEADER, LARGEST_FRAME, frame
 from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import FromEngine, Stop, ToEngine, decode_from_engine
+
+PACKAGES = Path(__file__).resolve().parents[2]
 
 Receive = Callable[[list[FromEngine]], None]
 Ended = Callable[[int | None], None]
@@ -36,6 +39,8 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         # One native thread pool per process: BLAS must know its width before it is loaded.
         environ = dict(os.environ)
+        # The child runs this very package, wherever the parent found it.
+        environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGES), *filter(None, [environ.get("PYTHONPATH")])])
         if spec.threads:
             for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
                 environ[name] = str(spec.threads)

@@ -21,7 +21,7 @@ from headway.errors import HeadwayError
 from headway.telemetry.clock import MonotonicClock
 from headway.types import Load
 
-STATUS_EVERY_S = 0.1
+STATUS_EVERY_S = 0.05
 
 
 class Heartbeat(threading.Thread):
