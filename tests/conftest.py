@@ -21,4 +21,4 @@ def smollm2() -> Path:
     from headway.config import environment
     from headway.models.pull import resolve
 
-    return resolve("smollm2-135m", environment(), progress=False)
+    return resolve("smollm2-135m", environment())

@@ -37,9 +37,9 @@ def _print_json(value: Any) -> None:
 
 def pull(args: argparse.Namespace) -> int:
     """Fetch a model into the cache and print where it is."""
-    from headway.models.pull import resolve
+    from headway.models.pull import obtain
 
-    path = resolve(args.name, environment(), progress=True)
+    path = obtain(args.name, environment())
     if args.json:
         _print_json({"name": args.name, "path": str(path), "bytes": _size(path)})
     else:
@@ -56,14 +56,22 @@ def models(args: argparse.Namespace) -> int:
     """List the aliases, what is cached, and sizes."""
     from headway.models.pull import listing
 
-    rows = listing(environment())
-    if args.json:
-        for row in rows:
-            _print_json(msgspec.to_builtins(row))
-        return 0
-    for row in rows:
-        state = "cached" if row.cached else "-"
-        print(f"{row.alias:22} {row.size_bytes / 1e6:8.0f} MB  {state:7} {row.description}")
+    for row in listing(environment()):
+        alias = row.alias
+        if args.json:
+            _print_json(
+                {
+                    "alias": alias.name,
+                    "about": alias.about,
+                    "bytes": alias.nbytes,
+                    "licence": alias.licence,
+                    "cached": row.path is not None,
+                    "path": None if row.path is None else str(row.path),
+                }
+            )
+        else:
+            state = "cached" if row.path is not None else "-"
+            print(f"{alias.name:20} {alias.nbytes / 1e6:7.0f} MB  {state:7} {alias.about}")
     return 0
 
 

@@ -88,7 +88,7 @@ def _packages() -> Finding:
 
 def _cache(environment: Environment) -> Finding:
     place = environment.cache
-    cached = [row.alias for row in listing(environment) if row.cached]
+    cached = [row.alias.name for row in listing(environment) if row.path]
     parent = next((p for p in (place, *place.parents) if p.exists()), place)
     writable = os.access(parent, os.W_OK)
     why = f"cached: {', '.join(cached) or 'nothing'}"

@@ -22,7 +22,7 @@ from headway.engine.tokenizer import Tokenizer, load_tokenizer
 from headway.errors import InvalidRequest, error_of
 from headway.kernels.machine import usable_threads
 from headway.models.checkpoint import open_checkpoint
-from headway.models.pull import resolve
+from headway.models.pull import obtain
 from headway.telemetry.clock import MonotonicClock
 from headway.types import Chunk, EngineTiming, Finish, Message, Params, Request, TokenLogprob, Usage
 
@@ -54,11 +54,11 @@ class LLM:
     """A model loaded into this process; not thread-safe."""
 
     def __init__(
-        self, model: str = "smollm2-135m", *, config: EngineConfig | None = None, progress: bool = True, **settings: Any
+        self, model: str = "smollm2-135m", *, config: EngineConfig | None = None, **settings: Any
     ) -> None:
         """Load a model; ``settings`` are fields of ``EngineConfig`` such as ``threads=2`` or ``kv_memory="1GiB"``."""
         self.config = msgspec.convert({**msgspec.structs.asdict(config or EngineConfig()), **settings}, EngineConfig)
-        self.path: Path = resolve(model, environment(), progress=progress)
+        self.path: Path = obtain(model, environment())
         self.name = model
         threads = self.config.threads or usable_threads().value
         self.engine, self.started = launch(EngineSpec(model=str(self.path), config=self.config, threads=threads))

@@ -21,7 +21,7 @@ from headway.engine.messages import Status
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.app import Gateway
 from headway.kernels.machine import usable_threads
-from headway.models.pull import resolve
+from headway.models.pull import obtain
 from headway.telemetry.clock import MonotonicClock
 from headway.telemetry.metrics import Metrics
 
@@ -32,7 +32,7 @@ def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
     listener = _bind(config.server.host, config.server.port)  # before the model: a taken port is known at once
     try:
-        path = resolve(config.model, environment(), progress=True)
+        path = obtain(config.model, environment())
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_serve(config, path, listener))
     finally:

@@ -231,3 +231,11 @@ def shown(label: str) -> Iterator[Progress]:
     with Bar(*columns, console=console) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def obtain(model: str, environment: Environment) -> Path:
+    """Return ``resolve``'s path, with a progress bar on stderr if the model has to be downloaded."""
+    if model not in ALIASES or cached(model, environment):
+        return resolve(model, environment)
+    with shown(f"pulling {model}") as progress:
+        return resolve(model, environment, progress)
