@@ -61,6 +61,12 @@ def gguf(
     return head + b"\0" * (-len(head) % alignment) + data
 
 
+def rewrite(path: Path, raw: bytes) -> None:
+    """Write a file anew; truncating one in place makes some file systems flush it to disk each time."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(raw)
+
+
 TINY: dict[str, Any] = {
     "architecture": "llama",
     "vocabulary": 40,
