@@ -30,8 +30,8 @@ def row(*values: float) -> Floats:
     return np.array(values, dtype=np.float32)
 
 
-def draw(values: Floats, params: Params, **kwargs: int) -> int:
-    return Sampler(len(values)).sample(values[None], [0], [sequence(params, **kwargs)])[0]
+def draw(values: Floats, params: Params, *, seed: int = 1, index: int = 0) -> int:
+    return Sampler(len(values)).sample(values[None], [0], [sequence(params, seed=seed, index=index)])[0]
 
 
 def plain(values: Floats, params: Params) -> tuple[list[int], list[float]]:
@@ -40,7 +40,8 @@ def plain(values: Floats, params: Params) -> tuple[list[int], list[float]]:
     if params.top_k:
         ids = ids[: params.top_k]
     weights = [math.exp((float(values[i]) - float(values[ids[0]])) / params.temperature) for i in ids]
-    total, mass, kept = sum(weights), 0.0, []
+    total, mass = sum(weights), 0.0
+    kept: list[tuple[int, float]] = []
     for i, weight in zip(ids, weights, strict=True):
         if kept and mass >= params.top_p * total:
             break
