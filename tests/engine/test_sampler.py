@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headway.engine.logits import FLOOR, Floats
 from headway.engine.messages import Submit
-from headway.engine.sampler import Sampler, logprobs, pick, uniform
+from headway.engine.sampler import Sampler, _largest, logprobs, pick, uniform
 from headway.engine.sequence import Group, Sequence
 from headway.types import Params
 
@@ -30,8 +30,8 @@ def row(*values: float) -> Floats:
     return np.array(values, dtype=np.float32)
 
 
-def draw(values: Floats, params: Params, **kwargs: int) -> int:
-    return Sampler(len(values)).sample(values[None], [0], [sequence(params, **kwargs)])[0]
+def draw(values: Floats, params: Params, *, seed: int = 1, index: int = 0) -> int:
+    return Sampler(len(values)).sample(values[None], [0], [sequence(params, seed=seed, index=index)])[0]
 
 
 def plain(values: Floats, params: Params) -> tuple[list[int], list[float]]:
@@ -40,7 +40,8 @@ def plain(values: Floats, params: Params) -> tuple[list[int], list[float]]:
     if params.top_k:
         ids = ids[: params.top_k]
     weights = [math.exp((float(values[i]) - float(values[ids[0]])) / params.temperature) for i in ids]
-    total, mass, kept = sum(weights), 0.0, []
+    total, mass = sum(weights), 0.0
+    kept: list[tuple[int, float]] = []
     for i, weight in zip(ids, weights, strict=True):
         if kept and mass >= params.top_p * total:
             break
@@ -80,12 +81,8 @@ def test_pick_agrees_with_the_plain_reference(
     ids, probabilities = plain(logits, params)
     token = pick(logits, params, u)
     assert token in ids
-    if top_p == 1.0 and not 0 < top_k < len(values):
-        pairs = sorted(zip(ids, probabilities, strict=True))  # untruncated rows go by id
-    else:
-        pairs = list(zip(ids, probabilities, strict=True))
     below = 0.0
-    for i, probability in pairs:
+    for i, probability in sorted(zip(ids, probabilities, strict=True)):
         if i == token:
             assert below - 1e-5 <= u <= below + probability + 1e-5
         below += probability
@@ -175,6 +172,16 @@ def test_equal_logits_are_cut_by_id() -> None:
     logits = row(1.0, 2.0, 2.0, 2.0, 2.0)
     assert {pick(logits, Params(top_k=2), u / 50) for u in range(50)} == {1, 2}
     assert {pick(logits, Params(top_k=5, top_p=0.4), u / 50) for u in range(50)} == {1, 2}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 999), vocabulary=st.integers(250, 3000), count=st.integers(1, 300), levels=st.integers(1, 2000)
+)
+def test_the_largest_are_what_a_full_sort_finds(seed: int, vocabulary: int, count: int, levels: int) -> None:
+    values = np.random.default_rng(seed).integers(0, levels, vocabulary).astype(np.float32)
+    expected = sorted(sorted(range(vocabulary), key=lambda i: (-values[i], i))[:count])
+    assert _largest(values, count).tolist() == expected
 
 
 def test_a_token_of_no_weight_is_never_picked() -> None:

@@ -67,10 +67,10 @@ def test_forget_computed_keeps_the_tokens() -> None:
     assert sequence.remaining == 4
 
 
-def test_the_phase_is_how_far_it_has_come() -> None:
+@pytest.mark.parametrize(
+    ("scheduled", "prefilled", "phase"), [(0.0, 0.0, "queued"), (2.0, 0.0, "prefill"), (2.0, 3.0, "decode")]
+)
+def test_the_phase_is_how_far_it_has_come(scheduled: float, prefilled: float, phase: str) -> None:
     sequence = first()
-    assert sequence.phase == "queued"
-    sequence.scheduled = 2.0
-    assert sequence.phase == "prefill"
-    sequence.prefilled = 3.0
-    assert sequence.phase == "decode"
+    sequence.scheduled, sequence.prefilled = scheduled, prefilled
+    assert sequence.phase == phase

@@ -24,6 +24,9 @@ from headway.types import Params
 _GREEDY = 1e-6
 """Temperatures below this are greedy: they would tell logits 0.0001 apart with odds of e^100."""
 
+_SPAN = 256
+"""Rows are searched by spans of this length first."""
+
 
 def uniform(seed: int, index: int, position: int) -> float:
     """Return the number in [0, 1) that belongs to a position of a choice's output."""
@@ -65,7 +68,7 @@ class Sampler:
 
 
 def pick(row: Floats, params: Params, u: float) -> int:
-    """Return the token at ``u`` of the truncated distribution; candidates in order of id, or best first if truncated.
+    """Return the token at ``u`` of the truncated distribution's running sum, candidates in the order of their ids.
 
     ``row`` holds no NaN and no +inf.
     """
@@ -74,7 +77,7 @@ def pick(row: Floats, params: Params, u: float) -> int:
         return 0
     ids: Ids | None = None
     if 0 < params.top_k < len(row):
-        ids = _best(row, params.top_k)
+        ids = _largest(row, params.top_k)
         row = row[ids]
     with np.errstate(over="ignore", under="ignore"):
         weights = np.exp((row - best) / np.float32(params.temperature))
@@ -98,32 +101,46 @@ def logprobs(row: Floats, token: int, top: int) -> Logprobs:
     with np.errstate(under="ignore", over="ignore"):
         norm = best + float(np.log(np.exp(row - np.float32(best)).sum(dtype=np.float64)))
     chosen = float(row[token]) if 0 <= token < len(row) else -np.inf
-    ids = _best(row, min(top, len(row))) if top > 0 else ()
+    ids = _largest(row, min(top, len(row))) if top > 0 else np.empty(0, dtype=np.int64)
+    ids = ids[np.argsort(-row[ids], kind="stable")]
     pairs = tuple((int(i), max(float(row[i]) - norm, FLOOR)) for i in ids)
     return Logprobs(token_id=token, logprob=max(chosen - norm, FLOOR), top=pairs)
 
 
-def _best(row: Floats, count: int) -> Ids:
-    """Return the ids of the ``count`` largest values, best first, equal ones by id: no full sort."""
-    if count == 1:
-        return np.array([row.argmax()])
-    least = np.partition(row, len(row) - count)[len(row) - count]
-    ids = np.flatnonzero(row >= least)  # more than ``count`` when values are equal
-    return ids[np.argsort(-row[ids], kind="stable")][:count]
+def _largest(values: Floats, count: int) -> Ids:
+    """Return the ids of the ``count`` largest values, ascending; among equal ones the lower ids."""
+    ids: Ids | None = None
+    spans = len(values) // _SPAN
+    if spans > count:
+        # The count-th largest of the spans' maxima is a lower bound of the count-th largest value: few pass it.
+        maxima = values[: spans * _SPAN].reshape(spans, _SPAN).max(axis=1)
+        ids = np.flatnonzero(values >= np.partition(maxima, spans - count)[spans - count])
+        values = values[ids]
+    if len(values) > count:
+        keep = _cut(values, np.partition(values, len(values) - count)[len(values) - count], count)
+        ids = keep if ids is None else ids[keep]
+    return np.arange(len(values)) if ids is None else ids
 
 
 def _nucleus(weights: Floats, top_p: float) -> Ids:
-    """Return the places of the smallest set of best weights that holds ``top_p`` of their sum; never empty."""
+    """Return the ids, ascending, of the fewest largest weights that hold ``top_p`` of the sum; at least one."""
     total = float(weights.sum(dtype=np.float64))
-    # Weights up to the threshold hold at most (1 - top_p) of the sum all together, so the set lies above it.
+    # Weights up to the threshold hold at most (1 - top_p) of the sum all together, so what is sought lies above it.
     threshold = np.float32((1.0 - top_p) * total / len(weights))
-    ids = np.flatnonzero(weights > np.nextafter(threshold, np.float32(0.0)))
-    ids = ids[np.argsort(-weights[ids], kind="stable")]
-    mass = np.cumsum(weights[ids], dtype=np.float64)
-    return ids[: int(np.searchsorted(mass, top_p * total, side="left")) + 1]
+    above = weights[weights > np.nextafter(threshold, np.float32(0.0))]
+    above = np.sort(above)[::-1]  # values only: far cheaper than sorting ids
+    count = int(np.searchsorted(np.cumsum(above, dtype=np.float64), top_p * total, side="left")) + 1
+    count = min(count, len(above))
+    return _cut(weights, above[count - 1], count)
 
 
-_SPAN = 256
+def _cut(values: Floats, least: np.float32, count: int) -> Ids:
+    """Return the ids of the ``count`` largest values, given the smallest of them; among equal ones the lower ids."""
+    ids = np.flatnonzero(values >= least)
+    if len(ids) == count:
+        return ids
+    ties = ids[values[ids] == least]
+    return np.setdiff1d(ids, ties[count - len(ids) :], assume_unique=True)
 
 
 def _inverse(weights: Floats, u: float) -> int:
