@@ -88,6 +88,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Salts the prefix cache: tenants share no blocks."""
     deadline: float | None = None
     """Instant after which the answer is worthless; None waits for ever."""
+    slo_ttft_s: float | None = None
+    """What the caller hopes for; missing it is not an error."""
+    slo_tpot_s: float | None = None
     arrived: float = 0.0
 
 
