@@ -1,4 +1,4 @@
-"""Writes the docs that are made from code: docs/cli.md, docs/settings.md, docs/metrics.md. ``--check`` only compares."""
+"""Writes the docs that are made from code (docs/cli.md, settings.md, metrics.md); ``--check`` only compares."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def _field_docs(kind: type) -> dict[str, str]:
 
 def settings() -> str:
     """Return a table of every setting of headway.yaml and of the environment."""
-    lines = ["# Settings\n", NOTE, "`headway.yaml` (given with `--config`) may hold any of these; unknown keys are refused."]
+    lines = [
+        "# Settings\n",
+        NOTE,
+        "`headway.yaml` (given with `--config`) may hold any of these; unknown keys are refused.",
+    ]
     parts = [("", config.Config), ("engine", config.EngineConfig), ("server", config.ServerConfig)]
     for name, kind in parts:
         lines += [f"\n## {name or 'top level'}\n", "| setting | default | meaning |", "| --- | --- | --- |"]
@@ -74,7 +78,7 @@ def settings() -> str:
 def main() -> int:
     """Write or compare all pages; return 1 when one is stale."""
     check = "--check" in sys.argv[1:]
-    pages = {"cli.md": cli(), "settings.md": settings(), "metrics.md": metrics.markdown()}
+    pages = {"cli.md": cli(), "settings.md": settings(), "metrics.md": metrics.render_docs()}
     stale = []
     for name, text in pages.items():
         path = ROOT / "docs" / name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import random
@@ -135,10 +136,8 @@ def _connect_and_drop(server: Server, seed: int) -> None:
             time.sleep(rng.random() * 0.05)
         if rng.random() < 0.4:
             connection.settimeout(0.2)
-            try:
+            with contextlib.suppress(TimeoutError):
                 connection.recv(rng.choice([1, 200, 4000]))
-            except TimeoutError:
-                pass
         if rng.random() < 0.3:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # close sends a reset
         elif rng.random() < 0.2:
@@ -197,7 +196,8 @@ def test_case_stream_error_late_a_killed_engine_is_an_error_and_then_an_answer(s
                 ai.chat.completions.create(**chat(server, max_tokens=4))  # type: ignore[call-overload]
                 break
             except openai.InternalServerError as error:
-                assert error.response.headers["retry-after"]
+                if not error.response.headers.get("retry-after"):
+                    raise
                 time.sleep(0.05)
         assert time.monotonic() - began < 5.0
 
@@ -223,7 +223,9 @@ def test_case_drain_sigterm_finishes_streams_refuses_new_ones_and_exits_with_zer
     tiny_model: Path, settings: Path, tmp_path: Path
 ) -> None:
     tight = tmp_path / "tight.yaml"
-    tight.write_text(settings.read_text(encoding="utf-8").replace("max_running: 16", "max_running: 5"), encoding="utf-8")
+    tight.write_text(
+        settings.read_text(encoding="utf-8").replace("max_running: 16", "max_running: 5"), encoding="utf-8"
+    )
     with serving(tiny_model, "--config", str(tight)) as server, client(server) as ai:
         body = {"model": server.model, "prompt": [5, 6, 7], "max_tokens": 1500}
         extra = {"ignore_eos": True}

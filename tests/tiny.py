@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -72,10 +73,14 @@ def make_model(
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     rng = np.random.default_rng(seed)
 
-    def weight(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-        return (rng.standard_normal(shape) * (1.5 / np.sqrt(shape[-1]))).astype(np.float32)
+    def weight(*shape: int) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = (rng.standard_normal(shape) * (1.5 / np.sqrt(shape[-1]))).astype(np.float32)
+        return values
 
-    tensors = {"model.embed_tokens.weight": weight(vocabulary, HIDDEN), "model.norm.weight": np.ones(HIDDEN, np.float32)}
+    tensors = {
+        "model.embed_tokens.weight": weight(vocabulary, HIDDEN),
+        "model.norm.weight": np.ones(HIDDEN, np.float32),
+    }
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         tensors |= {

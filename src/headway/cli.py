@@ -34,7 +34,9 @@ def _model(parser: argparse.ArgumentParser) -> None:
 def _engine(parser: argparse.ArgumentParser) -> None:
     """Settings of the engine that every command which runs a model takes."""
     parser.add_argument("--kernels", choices=KERNELS, help="implementation of the Ops (default: auto)")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="compute threads (default: what the cgroup allows)")
+    parser.add_argument(
+        "--threads", type=_positive, metavar="N", help="compute threads (default: what the cgroup allows)"
+    )
     parser.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)")
 
 
@@ -48,7 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     serve = commands.add_parser("serve", help="start the OpenAI-compatible server")
-    serve.add_argument("model", nargs="?", default=None, metavar="MODEL", help=f"{MODEL_HELP.split(' (')[0]} (default: {DEFAULT_MODEL})")
+    serve.add_argument(
+        "model",
+        nargs="?",
+        default=None,
+        metavar="MODEL",
+        help=f"{MODEL_HELP.split(' (')[0]} (default: {DEFAULT_MODEL})",
+    )
     serve.add_argument("--host", metavar="H", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, metavar="N", help="port to listen on, 0 for any (default: 8000)")
     serve.add_argument("--config", type=Path, metavar="FILE", help="headway.yaml with any of the settings")
@@ -90,10 +98,14 @@ def build_parser() -> argparse.ArgumentParser:
     kinds = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
     engine = kinds.add_parser("engine", help="decode and prefill rates of this machine, without HTTP")
     _model(engine)
-    engine.add_argument("--batches", default="1,4,8,16", metavar="LIST", help="decode batch sizes (default: %(default)s)")
+    engine.add_argument(
+        "--batches", default="1,4,8,16", metavar="LIST", help="decode batch sizes (default: %(default)s)"
+    )
     engine.add_argument("--contexts", default="64,512", metavar="LIST", help="decode contexts (default: %(default)s)")
     engine.add_argument("--prefills", default="128,512", metavar="LIST", help="prompt lengths (default: %(default)s)")
-    engine.add_argument("--repeats", type=_positive, default=3, metavar="N", help="runs a figure (default: %(default)s)")
+    engine.add_argument(
+        "--repeats", type=_positive, default=3, metavar="N", help="runs a figure (default: %(default)s)"
+    )
     engine.add_argument("--json", action="store_true", help="print one JSON object")
     _engine(engine)
 

@@ -231,7 +231,9 @@ def bench_engine(args: argparse.Namespace, config: EngineConfig) -> int:
     batches, contexts = numbers(args.batches, "batches"), numbers(args.contexts, "contexts")
     prefills = numbers(args.prefills, "prefills")
     with LLM(args.model, config=msgspec.structs.replace(config, prefix_cache=False)) as llm:
-        report = measure(EngineWorkload(llm), batches=batches, contexts=contexts, prefills=prefills, repeats=args.repeats)
+        report = measure(
+            EngineWorkload(llm), batches=batches, contexts=contexts, prefills=prefills, repeats=args.repeats
+        )
     if args.json:
         _print_json(msgspec.to_builtins(report))
     else:

@@ -17,7 +17,7 @@ from headway.kernels import pick_kernels
 from headway.kernels.machine import available_memory, cpu_model, instruction_sets, usable_threads
 from headway.models.pull import listing
 
-PACKAGES = ("numpy", "tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "httptools", "msgspec")
+PACKAGES = ("numpy", "tokenizers", "jinja2", "uvicorn", "uvloop", "httptools", "msgspec")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):

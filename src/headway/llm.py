@@ -53,9 +53,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 class LLM:
     """A model loaded into this process; not thread-safe."""
 
-    def __init__(
-        self, model: str = "smollm2-135m", *, config: EngineConfig | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, model: str = "smollm2-135m", *, config: EngineConfig | None = None, **settings: Any) -> None:
         """Load a model; ``settings`` are fields of ``EngineConfig`` such as ``threads=2`` or ``kv_memory="1GiB"``."""
         self.config = msgspec.convert({**msgspec.structs.asdict(config or EngineConfig()), **settings}, EngineConfig)
         self.path: Path = obtain(model, environment())
@@ -63,6 +61,7 @@ class LLM:
         threads = self.config.threads or usable_threads().value
         self.engine, self.started = launch(EngineSpec(model=str(self.path), config=self.config, threads=threads))
         self._checkpoint = open_checkpoint(self.path)
+        self.shape = self._checkpoint.config
         self.tokenizer: Tokenizer = load_tokenizer(self._checkpoint)
         self._clock = MonotonicClock()
         self._count = 0
@@ -71,7 +70,9 @@ class LLM:
         """Return the loaded model."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Unmap the checkpoint."""
         self._checkpoint.close()
 
@@ -85,7 +86,9 @@ class LLM:
         """
         params = msgspec.convert({**msgspec.structs.asdict(params or Params()), **sampling}, Params)
         if params.n != 1:
-            raise InvalidRequest(f"n={params.n}: generate gives one answer a prompt; repeat the prompt instead", param="n")
+            raise InvalidRequest(
+                f"n={params.n}: generate gives one answer a prompt; repeat the prompt instead", param="n"
+            )
         several = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
         requests = [self._request(prompt, params) for prompt in several]  # type: ignore[arg-type]
         collected: dict[str, list[Chunk]] = {request.id: [] for request in requests}
@@ -140,12 +143,12 @@ class LLM:
 
     def _request(self, prompt: Prompt, params: Params) -> Request:
         self._count += 1
-        common = {"id": f"local-{self._count}", "model": self.name, "params": params, "arrived": self._clock.now()}
+        asked = Request(id=f"local-{self._count}", model=self.name, params=params, arrived=self._clock.now())
         if isinstance(prompt, str):
-            return Request(text=prompt, **common)
+            return msgspec.structs.replace(asked, text=prompt)
         if prompt and isinstance(prompt[0], Message):
-            return Request(messages=tuple(prompt), **common)  # type: ignore[arg-type]
-        return Request(token_ids=tuple(prompt), **common)  # type: ignore[arg-type]
+            return msgspec.structs.replace(asked, messages=tuple(prompt))
+        return msgspec.structs.replace(asked, token_ids=tuple(prompt))
 
     def _start(self, requests: Sequence[Request], emit: Callable[[str, Chunk], None]) -> Callable[[], bool]:
         """Submit all; return a function that runs one step and says whether there are more."""

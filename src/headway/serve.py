@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
@@ -39,12 +39,13 @@ def serve(config: Config) -> int:
         listener.close()
 
 
-def _loop_factory() -> object:
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ImportError:  # not built for this platform: asyncio's own loop serves as well
         return None
-    return uvloop.new_event_loop
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -77,9 +78,10 @@ class _Server(uvicorn.Server):
 async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     clock = MonotonicClock()
     metrics = Metrics()
+    name = served_name(config.model)
     host = EngineHost(
         path,
-        config.model,
+        name,
         config.engine,
         threads=config.engine.threads or usable_threads().value,
         clock=clock,
@@ -103,9 +105,9 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     stopping = _on_signals(config, gateway, host, server)
     try:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not server.started and not serving.done():
+        while not server.started and not serving.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.002)
-        _say_ready(config, listener)
+        _say_ready(config, name, listener)
         await serving
         if stopping:
             await asyncio.gather(*stopping)
@@ -114,9 +116,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     return 0
 
 
-def _on_signals(
-    config: Config, gateway: Gateway, host: EngineHost, server: uvicorn.Server
-) -> list[asyncio.Task[None]]:
+def _on_signals(config: Config, gateway: Gateway, host: EngineHost, server: uvicorn.Server) -> list[asyncio.Task[None]]:
     """First SIGTERM or SIGINT drains, the second stops at once."""
     stopping: list[asyncio.Task[None]] = []
 
@@ -126,7 +126,7 @@ def _on_signals(
         await host.drain(config.server.drain_s)
         # The last bytes of what has just ended are still on their way through the HTTP layer.
         limit = time.monotonic() + 2.0
-        while gateway.running and time.monotonic() < limit:
+        while gateway.running and time.monotonic() < limit:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         server.should_exit = True
 
@@ -143,16 +143,16 @@ def _on_signals(
     return stopping
 
 
-def _say_ready(config: Config, listener: socket.socket) -> None:
+def _say_ready(config: Config, name: str, listener: socket.socket) -> None:
     """Print the one line on stdout that scripts wait for, and a hint for people on stderr."""
     port = listener.getsockname()[1]
     host = config.server.host
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
-    print(f"ready {url} model={config.model} start={since_process_start():.2f}", flush=True)
+    print(f"ready {url} model={name} start={since_process_start():.2f}", flush=True)
     print(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{config.model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
+        f'-d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
         f"dashboard: {url}/",
         file=sys.stderr,
         flush=True,
@@ -169,12 +169,20 @@ def since_process_start() -> float:
         return time.process_time()
 
 
+def served_name(model: str) -> str:
+    """Return the name that requests use: the alias or hub id as it is, of a path the last part."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
 def _observe(metrics: Metrics, status: Status) -> None:
     """Feed the engine's report into the histograms."""
     for step in status.steps:
-        metrics.step_seconds.observe(step.seconds)
+        metrics.step.observe(step.seconds)
     for phase, cause, seconds in status.freed:
-        metrics.cancel_to_free_seconds.observe(seconds)
+        metrics.cancel_to_free.observe(seconds)
         log.debug("freed a request cancelled in %s (%s) after %.4f s", phase, cause, seconds)
 
 

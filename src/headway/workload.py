@@ -53,7 +53,8 @@ class EngineWorkload:
         times = []
         for step in range(DECODE_STEPS):
             work = [
-                Work(token_ids=(int(tokens[i]),), start=context - 1 + step, table=tables[i], logits=1) for i in range(batch)
+                Work(token_ids=(int(tokens[i]),), start=context - 1 + step, table=tables[i], logits=1)
+                for i in range(batch)
             ]
             began = time.perf_counter()
             logits = self._runner.run(work)

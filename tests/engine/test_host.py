@@ -59,7 +59,10 @@ def idle(host: EngineHost) -> Callable[[], bool]:
 
 
 def drive(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))  # type: ignore[arg-type]
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 60)
+
+    asyncio.run(bounded())
 
 
 def test_an_answer_ends_with_one_finish_usage_and_timing(tiny_model: Path) -> None:

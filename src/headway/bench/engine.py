@@ -104,13 +104,17 @@ def measure(
         step_s = percentile(seconds, 0.5)
         needed = facts.weight_read_bytes + batch * context * facts.kv_token_bytes
         share = needed / read / step_s
-        row = DecodeRow(batch=batch, context=context, tokens_per_s=round(batch / step_s, 2), bandwidth_share=round(share, 3))
+        row = DecodeRow(
+            batch=batch, context=context, tokens_per_s=round(batch / step_s, 2), bandwidth_share=round(share, 3)
+        )
         decode_rows.append(row)
     prefill_rows = []
     for tokens, seconds in prefill.items():
         took_s = percentile(seconds, 0.5)
         share = tokens * facts.flops_per_token / peak / took_s
-        prefill_rows.append(PrefillRow(tokens=tokens, tokens_per_s=round(tokens / took_s, 1), peak_share=round(share, 3)))
+        prefill_rows.append(
+            PrefillRow(tokens=tokens, tokens_per_s=round(tokens / took_s, 1), peak_share=round(share, 3))
+        )
     return EngineReport(
         model=facts.model,
         kernels=facts.kernels,
@@ -127,8 +131,8 @@ def measure(
 def table(report: EngineReport) -> str:
     """Return the report for a person."""
     lines = [
-        f"{report.model} on {report.kernels} ({report.isa}), {report.threads} threads: ready in {report.ready_s:.2f} s, "
-        f"{report.rss_mb:.0f} MB resident, reads {report.read_gb_per_s:.1f} GB/s",
+        f"{report.model} on {report.kernels} ({report.isa}), {report.threads} threads: "
+        f"ready in {report.ready_s:.2f} s, {report.rss_mb:.0f} MB resident, reads {report.read_gb_per_s:.1f} GB/s",
         f"{'decode':>8} {'batch':>6} {'context':>8} {'tokens/s':>10} {'of bandwidth':>13}",
     ]
     for row in report.decode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,8 @@ import msgspec
 from headway.engine.channel import HEADER, LARGEST_FRAME, frame
 from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import FromEngine, Stop, ToEngine, decode_from_engine
+
+log = logging.getLogger("headway.engine")
 
 PACKAGES = Path(__file__).resolve().parents[2]
 
@@ -74,7 +77,11 @@ class EngineProcess:
                 (length,) = HEADER.unpack(header)
                 if length > LARGEST_FRAME:
                     raise ConnectionError(f"frame of {length} bytes from the engine")
-                receive(decode_from_engine(await self._reader.readexactly(length)))
+                messages = decode_from_engine(await self._reader.readexactly(length))
+                try:
+                    receive(messages)
+                except Exception:  # a fault over one message must not silence all the others
+                    log.exception("a message of the engine could not be handled")
         except (asyncio.IncompleteReadError, ConnectionError, OSError):
             pass
         finally:
