@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 import os
+import re
 import sys
 import typing
 from pathlib import Path
@@ -18,6 +19,7 @@ from headway import config  # noqa: E402
 from headway.cli import build_parser  # noqa: E402
 from headway.telemetry import metrics  # noqa: E402
 
+TREE = "```tree\n"
 NOTE = "<!-- made by scripts/docs.py; edit the code, then run `make docs` -->\n"
 
 
@@ -75,19 +77,52 @@ def settings() -> str:
     return "\n".join(lines) + "\n"
 
 
+def tree() -> str:
+    """Return the source tree, one line a file: the first sentence of its docstring."""
+    lines = ["src/headway/"]
+    package = ROOT / "src/headway"
+    for folder in [package, *sorted(path for path in package.rglob("*") if path.is_dir())]:
+        files = sorted(folder.glob("*.py"))
+        if not files:
+            continue
+        depth = len(folder.relative_to(package).parts)
+        if depth:
+            lines.append(f"{'  ' * depth}{folder.name}/")
+        for file in files:
+            text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            first = " ".join(text.split("\n\n")[0].split()).rstrip(".")
+            if len(first) > 96:
+                first = re.split(r"[;:.(]", first)[0].strip()
+            name = f"{'  ' * (depth + 1)}{file.name}"
+            lines.append(f"{name:28} {first}")
+    return "\n".join(lines) + "\n"
+
+
+def readme() -> str:
+    """Return README.md with the tree put in its place."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    before, rest = text.split(TREE, 1)
+    return before + TREE + tree() + "```" + rest.split("```", 1)[1]
+
+
 def main() -> int:
     """Write or compare all pages; return 1 when one is stale."""
     check = "--check" in sys.argv[1:]
-    pages = {"cli.md": cli(), "settings.md": settings(), "metrics.md": metrics.render_docs()}
+    pages = {
+        "docs/cli.md": cli(),
+        "docs/settings.md": settings(),
+        "docs/metrics.md": metrics.render_docs(),
+        "README.md": readme(),
+    }
     stale = []
     for name, text in pages.items():
-        path = ROOT / "docs" / name
+        path = ROOT / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(name)
             if not check:
                 path.write_text(text, encoding="utf-8")
     if check and stale:
-        print(f"docs/{', docs/'.join(stale)}: not what the code says; run `make docs`", file=sys.stderr)
+        print(f"{', '.join(stale)}: not what the code says; run `make docs`", file=sys.stderr)
         return 1
     return 0
 

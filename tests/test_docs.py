@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,23 +16,9 @@ def test_every_stop_of_the_path_is_a_file() -> None:
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_the_readme_tree_names_every_source_file_and_no_other() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = text.split("```text tree\n", 1)[1].split("```", 1)[0]
-    named: set[str] = set()
-    folder = ""
-    for line in tree.splitlines():
-        name = line.strip().split("  ", 1)[0].strip()
-        if name.endswith("/"):
-            folder = name
-        elif name:
-            named.add(folder + name)
-    real = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "src/headway").rglob("*.py")
-        if path.name != "__init__.py" or path.stat().st_size > 200
-    }
-    assert named == real
+def test_pages_made_from_code_are_current() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "scripts/docs.py"), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_document_names_a_machine_path() -> None:
