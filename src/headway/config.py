@@ -129,7 +129,18 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         return msgspec.convert(raw, Config)
     except msgspec.ValidationError as error:
         where = f"config {str(path)!r}" if path else "settings"
-        raise ConfigError(f"{where}: {error}; docs/settings.md lists every setting") from error
+        raise ConfigError(f"{where}: {error}{_found(raw, str(error))}; docs/settings.md lists every setting") from error
+
+
+def _found(raw: Any, message: str) -> str:
+    """Return ", not VALUE" for the place that a validation message ends with (``- at `$.engine.threads```)."""
+    place = message.rpartition("`$.")[2].rstrip("`")
+    value: Any = raw
+    for part in place.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return ""
+        value = value[part]
+    return f", not {value!r}"
 
 
 _UNITS = {

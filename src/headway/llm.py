@@ -59,7 +59,9 @@ class LLM:
         self.path: Path = obtain(model, environment())
         self.name = model
         threads = self.config.threads or usable_threads().value
-        self.engine, self.started = launch(EngineSpec(model=str(self.path), config=self.config, threads=threads))
+        self.engine, self.runner, self.started = launch(
+            EngineSpec(model=str(self.path), config=self.config, threads=threads)
+        )
         self._checkpoint = open_checkpoint(self.path)
         self.shape = self._checkpoint.config
         self.tokenizer: Tokenizer = load_tokenizer(self._checkpoint)
@@ -89,7 +91,7 @@ class LLM:
             raise InvalidRequest(
                 f"n={params.n}: generate gives one answer a prompt; repeat the prompt instead", param="n"
             )
-        several = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type]
+        several = [prompts] if _is_one(prompts) else list(prompts)
         requests = [self._request(prompt, params) for prompt in several]  # type: ignore[arg-type]
         collected: dict[str, list[Chunk]] = {request.id: [] for request in requests}
         self._run(requests, lambda request_id, chunk: collected[request_id].append(chunk))

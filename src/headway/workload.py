@@ -20,7 +20,7 @@ class EngineWorkload:
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
-        self._runner = llm.engine.runner
+        self._runner = llm.runner
         self._rng = np.random.default_rng(0)
         self._memory = np.ones(READ_BYTES // 4, dtype=np.float32)
         self._vector = np.ones(4096, dtype=np.float32)
@@ -28,7 +28,7 @@ class EngineWorkload:
 
     def facts(self) -> Facts:
         """Return what does not change between runs."""
-        started, shape = self._llm.started, self._llm.shape
+        started, cost = self._llm.started, self._runner.cost
         return Facts(
             model=self._llm.name,
             kernels=started.kernels,
@@ -36,9 +36,9 @@ class EngineWorkload:
             threads=started.threads,
             ready_s=started.seconds,
             rss_mb=rss_bytes() / 1e6,
-            weight_read_bytes=self._runner.weight_read_bytes,
-            kv_token_bytes=self._runner.kv_token_bytes,
-            flops_per_token=2.0 * shape.linear_parameters,
+            weight_read_bytes=cost.read_bytes,
+            kv_token_bytes=cost.kv_token_bytes,
+            flops_per_token=2.0 * cost.linear_parameters,
         )
 
     def _table(self, sequence: int, blocks: int) -> list[int]:

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.config import EngineConfig
-from headway.engine.runner import Runner, Work, load_runner
+from headway.engine.runner import Runner, load_runner
+from headway.engine.work import Work
 from headway.kernels.tensor import Affine, Float32
 from headway.models.checkpoint.config_hf import from_huggingface
 from headway.models.config import ModelConfig

@@ -187,8 +187,11 @@ class EngineHost:
         if messages is not None:
             return tuple(await asyncio.to_thread(tokens.encode_chat, messages, tools, add_generation_prompt))
         wanted = text or ""
-        encode = lambda: tokens.encode(wanted, add_special_tokens=add_special_tokens, allow_special=True)  # noqa: E731
-        return tuple(await asyncio.to_thread(encode) if len(wanted) > LONG_TEXT else encode())
+
+        def encode() -> tuple[int, ...]:
+            return tuple(tokens.encode(wanted, add_special_tokens=add_special_tokens, allow_special=True))
+
+        return await asyncio.to_thread(encode) if len(wanted) > LONG_TEXT else encode()
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """Return the text of the ids, special tokens included."""

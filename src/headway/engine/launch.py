@@ -9,13 +9,13 @@ import msgspec
 from headway.engine.engine import Engine
 from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import Started
-from headway.engine.runner import load_runner
+from headway.engine.runner import Runner, load_runner
 from headway.models.checkpoint import open_checkpoint
 from headway.telemetry.clock import Clock, MonotonicClock
 
 
-def launch(spec: EngineSpec, clock: Clock | None = None) -> tuple[Engine, Started]:
-    """Open the checkpoint, load the weights and return an idle engine with the figures of its start."""
+def launch(spec: EngineSpec, clock: Clock | None = None) -> tuple[Engine, Runner, Started]:
+    """Open the checkpoint, load the weights and return an idle engine, its runner, and the figures of its start."""
     clock = clock or MonotonicClock()
     began = clock.now()
     config = msgspec.structs.replace(spec.config, threads=spec.threads)
@@ -38,7 +38,7 @@ def launch(spec: EngineSpec, clock: Clock | None = None) -> tuple[Engine, Starte
         context_tokens=runner.context,
         vocabulary=runner.vocabulary,
         weight_bytes=checkpoint.weight_bytes,
-        kv_bytes=0,
+        kv_bytes=runner.n_blocks * runner.block_tokens * runner.cost.kv_token_bytes,
         seconds=clock.now() - began,
     )
-    return engine, started
+    return engine, runner, started

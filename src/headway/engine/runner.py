@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 
 from headway.config import EngineConfig, parse_bytes
+from headway.engine.work import Work
 from headway.errors import ConfigError
 from headway.kernels import machine, pick_kernels
 from headway.kernels.ops import Batch, Kernels, Program
@@ -21,23 +21,31 @@ _MIB = 2**20
 _SHARE = 0.5  # of the memory left after the weights; the rest is for activations and neighbours
 
 
-class Work(NamedTuple):
-    """Consecutive tokens of one sequence to run in this step."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a step has to move and to compute, for reports and predictions."""
 
-    token_ids: Sequence[int]
-    start: int
-    """Position of the first of them; K and V of all before it are stored."""
-    table: Sequence[int]
-    """Blocks of the sequence, up to the last token's at least."""
-    logits: int
-    """How many of the last tokens' logits are wanted: 0, 1, ... len(token_ids)."""
+    read_bytes: int
+    """Weights that a decode step reads, as the kernels hold them."""
+    kv_token_bytes: int
+    """K and V of one token, over all layers."""
+    linear_parameters: int
+    """Each takes a multiplication and an addition for every token of a prefill."""
 
 
 class Runner:
     """A model ready to run; one caller at a time."""
 
     def __init__(
-        self, program: Program, *, vocabulary: int, n_blocks: int, block_tokens: int, context: int, kernels: Kernels
+        self,
+        program: Program,
+        *,
+        vocabulary: int,
+        n_blocks: int,
+        block_tokens: int,
+        context: int,
+        kernels: Kernels,
+        cost: Cost,
     ) -> None:
         self._program = program
         self.vocabulary = vocabulary
@@ -45,6 +53,7 @@ class Runner:
         self.block_tokens = block_tokens
         self.context = context
         self.kernels = kernels
+        self.cost = cost
 
     def run(self, work: Sequence[Work]) -> Float32:
         """Return logits [sum of work.logits, vocabulary], rows in the order of work; valid until the next call."""
@@ -153,6 +162,13 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
             max_running=settings.max_running,
         )
         n_blocks = size.blocks(None if settings.kv_memory is None else parse_bytes(settings.kv_memory))
+    read = dict.fromkeys(name for call in plan.calls if call.op in ("linear", "head") for name in call.weights)
+    linear = (name for call in plan.calls if call.op == "linear" for name in call.weights)
+    cost = Cost(
+        read_bytes=kernels.weight_bytes(checkpoint.tensor(name) for name in read),
+        kv_token_bytes=kernels.block_bytes(plan.kv, settings.block_tokens) // settings.block_tokens,
+        linear_parameters=sum(math.prod(checkpoint.tensor(name).shape) for name in linear),
+    )
     program = kernels.compile(plan, checkpoint.tensor, n_blocks=n_blocks, block_tokens=settings.block_tokens)
     return Runner(
         program,
@@ -161,6 +177,7 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
         block_tokens=settings.block_tokens,
         context=context,
         kernels=kernels,
+        cost=cost,
     )
 
 

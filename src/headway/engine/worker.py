@@ -89,7 +89,7 @@ def main() -> int:
     try:
         beat.start()
         try:
-            engine, started = launch(spec)
+            engine, _, started = launch(spec)
         except HeadwayError as error:
             channel.send([Failed(code=error.code, message=error.message)])
             return 1
