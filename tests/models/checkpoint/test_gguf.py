@@ -184,7 +184,9 @@ def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
         infos.append(build.info(build.gguf_name(name), array.shape[::-1], 0, len(data)))
         data += array.tobytes()
     path = written(tmp_path, build.gguf(keys, infos, data))
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight' has shape \(64, 32\), but its config needs \(96, 32\)"):
+    with pytest.raises(
+        CheckpointError, match=r"gate_proj.weight' has shape \(64, 32\), but its config needs \(96, 32\)"
+    ):
         open_checkpoint(path)
 
 

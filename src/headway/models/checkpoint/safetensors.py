@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import CheckpointError
+from headway.models.checkpoint.fields import short
 from headway.models.checkpoint.mapped import MappedFile
 
 SINGLE = "model.safetensors"
@@ -65,7 +66,7 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
         if len(found) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-            raise ValueError(f"{twice!r} appears twice")
+            raise ValueError(f"{short(twice)} appears twice")
         return found
 
     def constant(name: str) -> Any:
@@ -102,9 +103,9 @@ def read_table(file: MappedFile) -> dict[str, Entry]:
     place, last = data_start, "the header"
     for name, entry in sorted(table.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < place:
-            raise bad(f"tensors {last!r} and {name!r} overlap")
+            raise bad(f"tensors {short(last)} and {short(name)} overlap")
         if entry.start > place:
-            raise bad(f"{entry.start - place} bytes before tensor {name!r} belong to no tensor")
+            raise bad(f"{entry.start - place} bytes before tensor {short(name)} belong to no tensor")
         place, last = entry.stop, name
     if place != file.size:
         raise bad(f"{file.size - place} bytes at its end belong to no tensor")
@@ -114,22 +115,24 @@ def read_table(file: MappedFile) -> dict[str, Entry]:
 def _entry(file: MappedFile, data_start: int, name: str, row: Any, bad: Any) -> Entry:
     """Return one row of the header, checked."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise bad(f"tensor {name[:200]!r} must have dtype, shape and data_offsets, and nothing else")
+        raise bad(f"tensor {short(name)} must have dtype, shape and data_offsets, and nothing else")
     known = DTYPES.get(row["dtype"]) if isinstance(row["dtype"], str) else None
     if known is None:
-        raise bad(f"tensor {name!r} has dtype {row['dtype']!r}; read are {', '.join(DTYPES)}")
+        raise bad(f"tensor {short(name)} has dtype {short(row['dtype'])}; read are {', '.join(DTYPES)}")
     shape, offsets = row["shape"], row["data_offsets"]
     if not _naturals(shape) or len(shape) > _MOST_DIMS:
-        raise bad(f"tensor {name!r} has shape {str(shape)[:80]}; it must be a list of whole numbers")
+        raise bad(f"tensor {short(name)} has shape {short(shape)}; it must be a list of whole numbers")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"tensor {name!r} has data_offsets {str(offsets)[:80]}; they must be [begin, end]")
+        raise bad(f"tensor {short(name)} has data_offsets {short(offsets)}; they must be [begin, end]")
     kind, dtype = known
     start, stop = data_start + offsets[0], data_start + offsets[1]
     if stop > file.size:
-        raise bad(f"tensor {name!r} ends at byte {stop} of {file.size}; it is cut off or damaged, download it again")
+        raise bad(
+            f"tensor {short(name)} ends at byte {stop} of {file.size}; it is cut off or damaged, download it again"
+        )
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise bad(
-            f"tensor {name!r} of shape {tuple(shape)} and dtype {row['dtype']} takes"
+            f"tensor {short(name)} of shape {tuple(shape)} and dtype {row['dtype']} takes"
             f" {math.prod(shape) * dtype.itemsize} bytes, but data_offsets give {stop - start}"
         )
     return Entry(file, kind, dtype, tuple(shape), start, stop)
@@ -168,12 +171,13 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     """Return a JSON file of the directory."""
     path = local_file(directory, name)
     try:
+        nbytes = path.stat().st_size
+        if nbytes > _MOST_JSON_BYTES:
+            raise CheckpointError(f"{str(path)!r} is larger than {_MOST_JSON_BYTES} bytes, which no model needs")
         with path.open("rb") as file:
-            raw = file.read(_MOST_JSON_BYTES + 1)
+            raw = file.read(nbytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    if len(raw) > _MOST_JSON_BYTES:
-        raise CheckpointError(f"{str(path)!r} is larger than {_MOST_JSON_BYTES} bytes, which no model needs")
     return parse_json(raw, repr(str(path)))
 
 
@@ -204,6 +208,8 @@ def _sharded(directory: Path, files: list[MappedFile]) -> dict[str, Entry]:
     table: dict[str, Entry] = {}
     for name, shard in weight_map.items():
         if name not in tables[shard]:
-            raise CheckpointError(f"{index!r} says that {name!r} is in {shard!r}, but it is not; download both again")
+            raise CheckpointError(
+                f"{index!r} says that {short(name)} is in {shard!r}, but it is not; download both again"
+            )
         table[name] = tables[shard][name]
     return table
