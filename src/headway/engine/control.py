@@ -36,14 +36,18 @@ class Marks:
         self._found = re.compile(f"[{self._no_start}{self._no_end}]|{escaped}")
 
     def mark(self, value: Any) -> Any:
-        """Return the value with every string in it marked; keys stay as they are."""
+        """Return the value with every string in it marked."""
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, Mapping):
-            return {key: self.mark(item) for key, item in value.items()}
+            # A key is looked up by its spelling: it is only changed where it holds a whole control token.
+            return {self._mark_key(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark(item) for item in value]
         return value
+
+    def _mark_key(self, key: Any) -> Any:
+        return self._mark_text(key) if isinstance(key, str) and self._control.holds(key) else key
 
     def _mark_text(self, text: str) -> str:
         starts, end = self._control.touches(text)
@@ -108,9 +112,14 @@ class ControlTokens:
         # Without regard to case: a template may lower the text. Look-ahead: occurrences may overlap.
         self._anywhere = re.compile(f"(?=(?:{alternatives}))", re.IGNORECASE)
         folded = {spelling.lower() for spelling in spellings}
-        self._prefixes = {s[:n] for s in folded for n in range(1, len(s))}
-        self._suffixes = {s[n:] for s in folded for n in range(1, len(s))}
+        # Tokens that begin or end as words do are left out: half of one is an ordinary word's end.
+        self._prefixes = {s[:n] for s in folded if not s[0].isalnum() for n in range(1, len(s))}
+        self._suffixes = {s[n:] for s in folded if not s[-1].isalnum() for n in range(1, len(s))}
         self._longest = max(map(len, folded), default=0)
+
+    def holds(self, text: str) -> bool:
+        """Return whether a whole control token is spelled in a text."""
+        return bool(self._ids) and self._anywhere.search(text) is not None
 
     def touches(self, text: str) -> tuple[list[int], int]:
         """Return where control tokens start in a text, its unfinished one at the end too; and where a tail of one ends.

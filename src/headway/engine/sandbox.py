@@ -32,6 +32,8 @@ _MAX_TURNS = 1_000_000
 _MAX_NODES = 1_000_000
 _MAX_INT_BITS = 4_096
 _MAX_DEPTH = 200
+_MADE_PER_CHAR = 100
+_CHARS_PER_PART = 8
 _MAX_FILL = 10_000
 _DIGITS = re.compile(r"\d{5,}")
 
@@ -52,6 +54,8 @@ class Budget:
     max_chars: int
     turns: int = _MAX_TURNS
     printed: int = 0
+    made: int = 0
+    """Characters of all texts made on the way: generators could hold many before one is printed."""
 
     def tick(self) -> None:
         """Count a loop turn or a call."""
@@ -75,15 +79,20 @@ class Budget:
         """Refuse a value that is too large, counted as if its shared parts were written out; return it."""
         if isinstance(value, str | bytes):
             self.check_chars(len(value))
+            self.made += len(value)
+            if self.made > _MADE_PER_CHAR * self.max_chars:
+                raise TemplateRefused(f"it makes texts of more than {_MADE_PER_CHAR * self.max_chars} characters")
         elif isinstance(value, int):
             if value.bit_length() > _MAX_INT_BITS:
                 raise TemplateRefused(f"it makes a number of {value.bit_length()} bits, more than {_MAX_INT_BITS}")
         elif isinstance(value, Mapping | list | tuple | Namespace):
-            self._check_tree(value)
+            self.weigh(value)
         return value
 
-    def _check_tree(self, root: Any) -> None:
-        counted = chars = 0
+    def weigh(self, root: Any) -> int:
+        """Return about how many characters a value takes when it is written out."""
+        counted = 1
+        chars = 0
         level = [root]
         for _ in range(_MAX_DEPTH):
             below: list[Any] = []
@@ -103,13 +112,14 @@ class Budget:
             counted += len(below)
             self.check_chars(chars)
             if not below:
-                return
+                return chars + _CHARS_PER_PART * counted
             level = below
         raise TemplateRefused(f"it nests values deeper than {_MAX_DEPTH}")
 
 
 def _attributes(namespace: Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = vars(namespace).get("_Namespace__attrs", {})
+    # Namespace answers every other look-up from its contents.
+    found: dict[str, Any] = object.__getattribute__(namespace, "_Namespace__attrs")
     return found
 
 
@@ -212,7 +222,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Call on behalf of a template."""
         budget = _budget()
         budget.tick()
-        owner, method = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        # The sandbox wraps str.format in a plain function, which knows the method that it stands for.
+        bound = getattr(__obj, "__wrapped__", __obj)
+        owner, method = getattr(bound, "__self__", None), getattr(bound, "__name__", "")
         if isinstance(owner, int | float | bytes):
             raise TemplateRefused(f"it calls {type(owner).__name__}.{method}()")
         if isinstance(owner, str):
@@ -228,7 +240,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _MAX_INT_BITS:
                 raise TemplateRefused(f"it raises a number to the power of {right}")
         elif operator == "%" and isinstance(left, str):
-            _check_format(left)
+            _check_percent_format(left)
+            _check_parts([right], times=1 + left.count("%"))
         elif operator == "+" and isinstance(left, str) and isinstance(right, str):
             budget.check_chars(len(left) + len(right))
         return budget.check(super().call_binop(context, operator, left, right))
@@ -286,9 +299,16 @@ def _check_product(budget: Budget, left: Any, right: Any) -> None:
             raise TemplateRefused(f"it makes a list of {len(value) * times} parts, more than {_MAX_NODES}")
 
 
-def _check_format(pattern: str) -> None:
+def _check_percent_format(pattern: str) -> None:
     """Refuse what can widen a text: a width of many digits, or one that is itself an argument."""
-    if _DIGITS.search(pattern) or re.search(r"%[^a-zA-Z%]*\*", pattern) or re.search(r"\{[^{}]*\{", pattern):
+    named = "%(" in pattern and _DIGITS.search(pattern)
+    if named or re.search(r"%[-+ #.0-9]*(\*|[0-9]{5})", pattern) or re.search(r"%\(.*\)[-+ #.0-9]*\*", pattern):
+        raise TemplateRefused(f"it formats with {pattern[:40]!r}, whose width has no bound")
+
+
+def _check_brace_format(pattern: str) -> None:
+    fields = pattern.replace("{{", "").replace("}}", "")
+    if re.search(r"\{[^{}]*\d{5}", fields) or re.search(r"\{[^{}]+\{", fields):
         raise TemplateRefused(f"it formats with {pattern[:40]!r}, whose width has no bound")
 
 
@@ -302,7 +322,7 @@ def _check_growth(method: str, text: str, args: tuple[Any, ...], kwargs: Mapping
     elif method == "join":
         _check_join(text, args[0] if args else ())
     elif method in ("format", "format_map"):
-        _check_format(text)
+        _check_brace_format(text)
         _check_parts([*args, *kwargs.values()], times=1 + text.count("{"))
     elif method in ("encode", "translate", "maketrans"):
         raise TemplateRefused(f"it calls str.{method}()")
@@ -321,11 +341,9 @@ def _check_join(separator: str, parts: Any) -> None:
 
 
 def _check_parts(parts: list[Any], times: int) -> None:
-    """Refuse a format whose every field could be the longest part."""
+    """Refuse a format that is too long if each of its fields is the longest part."""
     budget = _budget()
-    budget.check_chars(times * max((len(part) for part in parts if isinstance(part, str)), default=0))
-    for part in parts:
-        budget.check(part)
+    budget.check_chars(times * max(map(budget.weigh, parts), default=0))
 
 
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,7 +380,7 @@ def _check_filter(name: str, value: Any, rest: list[Any]) -> None:
     elif name == "join":
         _check_join(rest[0] if rest and isinstance(rest[0], str) else "", value)
     elif name == "format" and isinstance(value, str):
-        _check_format(value)
+        _check_percent_format(value)
         _check_parts(rest, times=1 + value.count("%"))
     elif name == "sum" and any(not isinstance(item, int | float | str) for item in rest):
         raise TemplateRefused("it sums lists")

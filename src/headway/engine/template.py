@@ -18,6 +18,7 @@ from headway.types import JsonObject, Message
 _MAX_SOURCE_CHARS = 262_144
 _BASE_OUTPUT_CHARS = 1_000_000
 _OUTPUT_PER_INPUT = 8
+_MAX_DEPTH = 100
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 PlainMessage = dict[str, Any]
@@ -76,6 +77,20 @@ def strings_in(value: Any) -> Iterator[str]:
             pending.extend(value)
 
 
+def _refuse_deep(value: Any) -> None:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            item
+            for part in level
+            if isinstance(part, Mapping | list | tuple)
+            for item in (part.values() if isinstance(part, Mapping) else part)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"The tools or tool calls nest deeper than {_MAX_DEPTH} levels; flatten them.", param="tools")
+
+
 class ChatTemplate:
     """One model's templates by name (``default``, ``tool_use``); safe to call from several threads.
 
@@ -105,11 +120,11 @@ class ChatTemplate:
         with within(budget):
             try:
                 return self._run(messages, tools, add_generation_prompt)
-            except TemplateRefused as error:
-                raise refuse(str(error)) from None
-            except (jinja2.TemplateError, *_PYTHON_ERRORS) as error:
+            except _CALLERS_FAULTS as error:
                 index = self._find_culprit(messages, tools)
                 problem = error
+            except _TEMPLATES_FAULTS as error:
+                raise refuse(str(error) or type(error).__name__) from None
         where = f"messages[{index}]" if messages else "messages"
         if isinstance(problem, RaisedByTemplate):
             reason = f"The model's chat template refuses the conversation: {problem}"
@@ -129,6 +144,7 @@ class ChatTemplate:
         )
 
     def _budget(self, given: Any) -> Budget:
+        _refuse_deep(given)
         chars = sum(map(len, strings_in(given)))
         limit = _BASE_OUTPUT_CHARS + _OUTPUT_PER_INPUT * chars
         return Budget(deadline=time.monotonic() + self._time_limit_s, max_chars=limit)
@@ -141,10 +157,10 @@ class ChatTemplate:
             try:
                 self._run(messages[:middle], tools, False)
                 good = middle
-            except TemplateRefused:  # the time is up: name the last message known to be part of it
-                break
-            except (jinja2.TemplateError, *_PYTHON_ERRORS):
+            except _CALLERS_FAULTS:
                 bad = middle
+            except _TEMPLATES_FAULTS:  # the time is up: name the last message known to be part of it
+                break
         return max(0, bad - 1)
 
     def _try_out(self) -> None:
@@ -152,22 +168,23 @@ class ChatTemplate:
             with within(self._budget(conversation)):
                 try:
                     self._run(conversation, (), True)
-                except TemplateRefused as error:
-                    raise refuse(str(error)) from None
-                except (jinja2.TemplateError, *_PYTHON_ERRORS):
+                except _CALLERS_FAULTS:
                     pass  # it may well refuse this conversation; requests will say so
+                except _TEMPLATES_FAULTS as error:
+                    raise refuse(str(error) or type(error).__name__) from None
 
 
-_PYTHON_ERRORS = (
+# What a template may run into because of the messages it is given; anything else it owes to itself.
+_CALLERS_FAULTS = (
+    RaisedByTemplate,
+    jinja2.UndefinedError,
     TypeError,
     ValueError,
-    KeyError,
-    IndexError,
+    LookupError,
     AttributeError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
+    ZeroDivisionError,
 )
+_TEMPLATES_FAULTS = (TemplateRefused, jinja2.TemplateError, ArithmeticError, RecursionError, MemoryError)
 
 
 def _compile(environment: BoundedEnvironment, name: str, source: str, literals: list[str]) -> jinja2.Template:
@@ -180,7 +197,7 @@ def _compile(environment: BoundedEnvironment, name: str, source: str, literals: 
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise TemplateError(f"The chat template {name!r} is wrong in line {error.lineno}: {error.message}") from None
-    except (jinja2.TemplateError, SyntaxError, OverflowError, TemplateRefused, *_PYTHON_ERRORS) as error:
+    except (SyntaxError, *_CALLERS_FAULTS, *_TEMPLATES_FAULTS) as error:
         raise TemplateError(
             f"The chat template {name!r} cannot be compiled: {str(error)[:200] or type(error).__name__}"
         ) from None
