@@ -54,6 +54,8 @@ class Scheduler:
         """Sorted by importance."""
         self.waiting: dict[Sequence, None] = {}
         self.held_back = 0
+        self._sharing: dict[Sequence, None] = {}
+        """Waiting siblings that hold blocks of their prompt already."""
         self.preemptions = 0
         self.hit_tokens = 0
         self.miss_tokens = 0
@@ -202,6 +204,7 @@ class Scheduler:
             sequence.prefix = match.prefix
         self._count_hits(sequence, match.tokens)
         del self.waiting[sequence]
+        self._sharing.pop(sequence, None)
         sequence.preempted = False
         sequence.status = Status.RUNNING
         insort(self.running, sequence, key=_by_order)
@@ -232,6 +235,7 @@ class Scheduler:
                 continue
             sibling.table = first.table[:shared]
             self.pool.share(sibling.table)
+            self._sharing[sibling] = None
             sibling.computed = shared * self.pool.block_tokens
             # The blocks are findable already; registering them again returns the same links.
             sibling.prompt_logprobs = list(first.prompt_logprobs)
@@ -239,9 +243,8 @@ class Scheduler:
 
     def _take_back_shared(self, keep: Sequence | None = None) -> None:
         """Waiting siblings give the prompt's blocks back before anybody is preempted; they will compute it again."""
-        for sequence in self.waiting:
-            if sequence.table and sequence is not keep:
-                self._give_back(sequence)
+        for sequence in [sequence for sequence in self._sharing if sequence is not keep]:
+            self._give_back(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._stop_running(sequence)
@@ -253,6 +256,7 @@ class Scheduler:
         self.waiting[sequence] = None
 
     def _give_back(self, sequence: Sequence) -> None:
+        self._sharing.pop(sequence, None)
         self.pool.release(sequence.table)
         sequence.forget_computed()
 
