@@ -14,9 +14,9 @@ from tests.fakes import FakeBackend
 from tests.gateway.conftest import Serve, Server, chat, wait_until
 
 
-def send(server: Server, *, stream: bool, **fields: object) -> socket.socket:
+def send(server: Server, *, stream: bool) -> socket.socket:
     """Send a chat over a raw connection and return it."""
-    content = json.dumps(chat(stream=stream, **fields)).encode()
+    content = json.dumps(chat(stream=stream)).encode()
     raw = server.connect()
     raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
     return raw

@@ -204,9 +204,11 @@ def test_prompt_logprobs_in_vllms_form(serve: Serve) -> None:
 
 def test_refusals_of_the_backend_are_statuses_even_on_a_stream(serve: Serve) -> None:
     refused = ContextExceeded("3000 tokens are asked for, the context has 2048", param="max_tokens")
-    with serve(FakeBackend(refuse=refused)).client() as client:
-        with pytest.raises(openai.BadRequestError, match="2048") as caught:
-            client.chat.completions.create(model="fake-1", messages=HI, stream=True)
+    with (
+        serve(FakeBackend(refuse=refused)).client() as client,
+        pytest.raises(openai.BadRequestError, match="2048") as caught,
+    ):
+        client.chat.completions.create(model="fake-1", messages=HI, stream=True)
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "max_tokens"
 

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 import httpx
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from headway.config import Config
 from headway.gateway.app import create_app
 from headway.gateway.openapi import document
-from tests.fakes import CARD, FakeBackend
+from tests.fakes import FakeBackend
 
 APP = create_app(FakeBackend(), Config(model="fake"))
 SCHEMA = schemathesis.openapi.from_dict(json.loads(document()))
@@ -50,15 +49,16 @@ def test_the_document_describes_every_route() -> None:
     assert {"minimum": 1, "maximum": 128, "type": "integer"} in fields["n"]["anyOf"]
 
 
-@SCHEMA.parametrize()
+@SCHEMA.parametrize()  # type: ignore[untyped-decorator]
 @_bounded
 def test_no_request_breaks_the_server_and_answers_conform(case: Any) -> None:
     body = case.body
-    content = None if body is None or type(body).__name__ == "NotSet" else json.dumps(body).encode()
-    answer = call(case.method, case.formatted_path, content)
+    if not isinstance(body, bytes):
+        body = None if type(body).__name__ == "NotSet" else json.dumps(body).encode()
+    answer = call(case.method, case.formatted_path, body)
     assert answer.status_code < 500, answer.text
     if answer.status_code == 200 and answer.headers["content-type"] == "application/json":
-        case.operation.validate_response(schemathesis.Response.from_any(answer, True))
+        case.operation.validate_response(answer)
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 

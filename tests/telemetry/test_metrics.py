@@ -7,11 +7,26 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.telemetry.metrics import TABLE, Metrics, render_docs
 from headway.types import Load
 
-CONTRACT = """headway_requests_running headway_requests_waiting headway_kv_blocks headway_time_to_first_token_seconds
-headway_inter_token_latency_seconds headway_time_per_output_token_seconds headway_request_seconds headway_stage_seconds
-headway_unattributed_seconds headway_step_seconds headway_step_prediction_error_ratio headway_prefix_cache_tokens_total
-headway_spec_tokens_total headway_preemptions_total headway_cancelled_total headway_cancel_to_free_seconds
-headway_refused_total headway_tokens_total""".split()
+CONTRACT = [
+    "headway_requests_running",
+    "headway_requests_waiting",
+    "headway_kv_blocks",
+    "headway_time_to_first_token_seconds",
+    "headway_inter_token_latency_seconds",
+    "headway_time_per_output_token_seconds",
+    "headway_request_seconds",
+    "headway_stage_seconds",
+    "headway_unattributed_seconds",
+    "headway_step_seconds",
+    "headway_step_prediction_error_ratio",
+    "headway_prefix_cache_tokens_total",
+    "headway_spec_tokens_total",
+    "headway_preemptions_total",
+    "headway_cancelled_total",
+    "headway_cancel_to_free_seconds",
+    "headway_refused_total",
+    "headway_tokens_total",
+]
 
 
 def test_the_table_holds_the_contracts_metrics() -> None:
