@@ -27,7 +27,7 @@ class Server:
         self.backend = backend
         self.gateway = Gateway(backend, config)
         settings = uvicorn.Config(
-            self.gateway.app, loop="uvloop", http="httptools", lifespan="on", log_config=None, access_log=False
+            self.gateway.app, loop="uvloop", http="httptools", lifespan="off", log_config=None, access_log=False
         )
         self._server = uvicorn.Server(settings)
         self._socket = socket.socket()
@@ -53,7 +53,8 @@ class Server:
     def post(self, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
         """Post JSON; ``body`` may be bytes."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        headers = {"content-type": "application/json", **options.pop("headers", {})}
+        headers = httpx.Headers(options.pop("headers", {}))
+        headers.setdefault("content-type", "application/json")
         return httpx.post(self.url + path, content=content, headers=headers, timeout=10, trust_env=False, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
