@@ -192,7 +192,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
 
 def test_an_absent_tensor_is_an_error(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(written(tmp_path, build.tiny_gguf()))
-    with pytest.raises(CheckpointError, match="no tensor 'model.none'"):
+    with pytest.raises(CheckpointError, match=r"no tensor 'model\.none'"):
         checkpoint.tensor("model.none")
 
 

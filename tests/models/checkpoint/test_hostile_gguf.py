@@ -50,7 +50,10 @@ HOSTILE = {
         build.gguf([build.string("t") + struct.pack("<IIQ", 9, 9, 1)], [], bytes(64)),
         "'t' is an array of arrays",
     ),
-    "value type": (build.gguf([build.string("t") + struct.pack("<I", 13)], [], bytes(64)), "'t' has unknown value type 13"),
+    "value type": (
+        build.gguf([build.string("t") + struct.pack("<I", 13)], [], bytes(64)),
+        "'t' has unknown value type 13",
+    ),
     "element type": (
         build.gguf([build.string("t") + struct.pack("<IIQ", 9, 99, 1)], [], bytes(64)),
         "'t' is an array of unknown value type 99",
@@ -63,20 +66,32 @@ HOSTILE = {
     "alignment text": (build.gguf([KEY, build.key("general.alignment", 8, "32")], [ONE]), "general.alignment is '32'"),
     "no dimensions": (build.gguf([KEY], [build.info("t", (), 0, 0)]), "'t' has 0 dimensions"),
     "five dimensions": (build.gguf([KEY], [build.info("t", (1,) * 5, 0, 0)]), "'t' has 5 dimensions"),
-    "many dimensions": (build.gguf([KEY], [build.string("t") + struct.pack("<I", 2**31)], bytes(64)), "2147483648 dimensions"),
+    "many dimensions": (
+        build.gguf([KEY], [build.string("t") + struct.pack("<I", 2**31)], bytes(64)),
+        "2147483648 dimensions",
+    ),
     "dimension 0": (build.gguf([KEY], [build.info("t", (32, 0), 0, 0)]), "0 elements are impossible"),
     "dims overflow": (build.gguf([KEY], [build.info("t", (2**32, 2**32), 0, 0)]), "elements are impossible"),
     "dims overflow to small": (build.gguf([KEY], [build.info("t", (2**63, 2), 0, 0)]), "elements are impossible"),
-    "type 99": (build.gguf([KEY], [build.info("t", (32,), 99, 0)]), r"'t' has type 99 \(unknown\); use a file with f32"),
+    "type 99": (
+        build.gguf([KEY], [build.info("t", (32,), 99, 0)]),
+        r"'t' has type 99 \(unknown\); use a file with f32",
+    ),
     "type Q2_K": (build.gguf([KEY], [build.info("t", (256,), 10, 0)]), r"type 10 \(Q2_K, which is not read\)"),
     "rows of part blocks": (
         build.gguf([KEY], [build.info("t", (33, 2), 2, 0)], bytes(64)),
         "rows of 33, which is no multiple of q4_0's block of 32",
     ),
     "rows of part K blocks": (build.gguf([KEY], [build.info("t", (128, 2), 12, 0)], bytes(200)), "q4_k's block of 256"),
-    "offset outside": (build.gguf([KEY], [build.info("t", (32,), 0, 2**62)], bytes(128)), r"'t' \(f32, shape \(32,\)\) ends at"),
+    "offset outside": (
+        build.gguf([KEY], [build.info("t", (32,), 0, 2**62)], bytes(128)),
+        r"'t' \(f32, shape \(32,\)\) ends at",
+    ),
     "offset wraps": (build.gguf([KEY], [build.info("t", (32,), 0, 2**64 - 32)], bytes(128)), "ends at byte"),
-    "offset not aligned": (build.gguf([KEY], [build.info("t", (1,), 0, 4)], bytes(128)), "offset 4, which is not aligned"),
+    "offset not aligned": (
+        build.gguf([KEY], [build.info("t", (1,), 0, 4)], bytes(128)),
+        "offset 4, which is not aligned",
+    ),
     "data cut off": (build.gguf([KEY], [build.info("t", (32,), 0, 0)], bytes(127)), "the file is cut off"),
     "overlap": (
         build.gguf([KEY], [build.info("t", (32,), 0, 0), build.info("u", (32,), 0, 64)], bytes(192)),
@@ -95,13 +110,13 @@ HOSTILE = {
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(40), "version 50331648 is not read"),
     "piece of a split file": (build.gguf([KEY, build.key("split.count", 2, 3)], []), "one of 3 pieces"),
     "empty": (b"", "is empty"),
-    "architecture missing": (build.gguf([], []), "general.architecture '' is not supported; supported are gemma3, llama"),
+    "architecture missing": (build.gguf([], []), "general.architecture '' is not supported; supported are gemma3"),
     "architecture": (
         build.gguf([build.key("general.architecture", 8, "mamba")], []),
         "general.architecture 'mamba' is not supported; supported are gemma3, llama, qwen2, qwen3",
     ),
     "architecture a number": (build.gguf([build.key("general.architecture", 4, 7)], []), "general.architecture is 7"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -125,7 +140,7 @@ def test_gguf_hostile_truncated_at_each_byte(tmp_path: Path) -> None:
     header = raw.index(b"output.weight") + 100
     for size in [*range(header), len(raw) - 1]:
         build.rewrite(path, raw[:size])
-        with pytest.raises(CheckpointError, match="model.gguf"):
+        with pytest.raises(CheckpointError, match=r"model\.gguf"):
             open_checkpoint(path)
 
 
@@ -216,7 +231,7 @@ def test_mutants_of_a_file_open_or_are_refused_and_never_crash(tmp_path: Path) -
     spots = _spots(raw)
     rng = random.Random(7)
     path = tmp_path / "model.gguf"
-    opened = refused = 0
+    opened = refused = longest = 0
     slowest = 0.0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(4000):
@@ -233,11 +248,12 @@ def test_mutants_of_a_file_open_or_are_refused_and_never_crash(tmp_path: Path) -
             checkpoint.close()
             opened += 1
         except CheckpointError as error:
-            assert len(error.message) < 2000
             refused += 1
+            longest = max(longest, len(error.message))
         slowest = max(slowest, time.perf_counter() - started)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert opened > 50
     assert refused > 2000
     assert slowest < 1
+    assert longest < 2000
     assert grown_kib < 50_000
