@@ -29,7 +29,7 @@ class Params(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample one request; values are validated at the border (``gateway.openai``, ``llm``)."""
 
     max_tokens: int | None = None
-    """Upper bound on generated tokens; None means up to the end of the context."""
+    """Upper bound on generated tokens; None means up to the end of the context, 0 only reads the prompt."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -49,8 +49,6 @@ class Params(msgspec.Struct, frozen=True, kw_only=True):
     """Number of alternatives reported per generated token (0: only the chosen one); None reports nothing."""
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt."""
-    echo: bool = False
-    """Return the prompt in front of the answer (completions only)."""
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,8 +97,8 @@ def check_params(params: Params, vocabulary: int) -> Params:
     between("top_k", 0, 1 << 31)
     between("min_tokens", 0, 1 << 31)
     between("n", 1, 128)
-    if params.max_tokens is not None and params.max_tokens < (0 if params.echo else 1):
-        refuse("max_tokens", params.max_tokens, "at least 1")
+    if params.max_tokens is not None and params.max_tokens < 0:
+        refuse("max_tokens", params.max_tokens, "at least 0")
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         refuse("min_tokens", params.min_tokens, f"at most max_tokens, {params.max_tokens}")
     if any(not stop for stop in params.stop):
@@ -170,11 +170,10 @@ class Assembly:
         return chunks, aborts
 
     def _begin(self, emitted: Emitted) -> Chunk:
-        """Return the Chunk that leads a choice: what the prompt was, and its text when it is to be echoed."""
+        """Return the Chunk that leads a choice: what the prompt was."""
         entries = (None if e is None else to_token_logprob(self._tokenizer, e) for e in emitted.prompt_logprobs)
         return Chunk(
             index=emitted.index,
-            text=self._tokenizer.decode(self._prompt) if self._params.echo else "",
             prompt_token_ids=self._prompt,
             prompt_logprobs=tuple(entries),
             timing=self._timing,
