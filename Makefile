@@ -18,7 +18,7 @@ docs: $(VENV)/.dev
 	@$(BIN)/python scripts/docs.py
 
 bench: $(VENV)/.dev
-	@$(BIN)/python benchmarks/engine.py
+	@$(BIN)/python -m benchmarks.engine
 
 # Serving needs a build of the package and its few dependencies; no PyTorch.
 $(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python

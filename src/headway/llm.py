@@ -132,7 +132,7 @@ class LLM:
         total, counted, begin, done = 0.0, 0, 0, 1
         while done < len(ids):
             end = min(begin + limit, len(ids))
-            answer = self.generate([tuple(ids[begin:end])], max_tokens=1, temperature=0.0, prompt_logprobs=0)[0]
+            answer = self.generate([tuple(ids[begin:end])], max_tokens=0, prompt_logprobs=0)[0]
             for entry in answer.prompt_logprobs[done - begin :]:
                 assert entry is not None
                 total += entry.logprob

@@ -130,7 +130,6 @@ class Assembly:
     def __init__(self, request: Request, submit: Submit, tokenizer: Tokenizer, clock: Clock | None = None) -> None:
         self._id = submit.id
         self._prompt = submit.token_ids
-        self._params = request.params
         self._tokenizer = tokenizer
         self._clock = clock or MonotonicClock()
         self._choices = [_Choice(tokenizer, request.params, submit.token_ids) for _ in range(request.params.n)]

@@ -1,0 +1,1 @@
+"""Scripts that print a table with machine, commit, command and spread."""

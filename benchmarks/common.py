@@ -1,0 +1,38 @@
+"""What every table of benchmarks/ begins with, and how a row is written."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.bench.measure import machine_line
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def commit() -> str:
+    """Return the commit that is measured, with a plus when files differ from it."""
+    short = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return (short or "unknown") + ("+" if dirty else "")
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def head(command: str, model: str) -> None:
+    """Print where, what and how."""
+    print(f"`python {command} --model {model}` at {commit()}; {machine_line()}\n")
+    print("| figure | median | least to greatest |\n| --- | --- | --- |")
+
+
+def row(name: str, values: Sequence[float], unit: str, digits: int = 0) -> None:
+    """Print one figure with its spread."""
+    space = " " if unit else ""
+    low, high, middle = min(values), max(values), statistics.median(values)
+    print(f"| {name} | {middle:,.{digits}f}{space}{unit} | {low:,.{digits}f} to {high:,.{digits}f} |", flush=True)
