@@ -196,6 +196,17 @@ def test_an_absent_tensor_is_an_error(tmp_path: Path) -> None:
         checkpoint.tensor("model.none")
 
 
+def test_a_tensor_of_another_shape_that_no_model_reads_is_refused_when_asked_for(tmp_path: Path) -> None:
+    infos, data = [], b""
+    for name, array in [*build.weights(build.tiny()).items(), ("extra", np.zeros((7, 32), np.float32))]:
+        gguf_name = "blk.7.attn_q.weight" if name == "extra" else build.gguf_name(name)
+        infos.append(build.info(gguf_name, array.shape[::-1], 0, len(data)))
+        data += array.tobytes()
+    checkpoint = open_checkpoint(written(tmp_path, build.gguf(build.gguf_keys(build.tiny()), infos, data)))
+    with pytest.raises(CheckpointError, match="has 7 rows, which do not divide into 4 heads"):
+        checkpoint.tensor("model.layers.7.self_attn.q_proj.weight").float32()
+
+
 def test_close_unmaps_and_tensors_cannot_be_had_after(tmp_path: Path) -> None:
     path = written(tmp_path, build.tiny_gguf())
     checkpoint = open_checkpoint(path)
