@@ -368,6 +368,15 @@ def test_a_hub_id_that_cannot_be_had(env: Environment, monkeypatch: pytest.Monke
         sources.fetch_hub_snapshot("a/b", env)
 
 
+def test_progress_is_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with pulling.shown("tiny") as progress:
+        progress(50_000_000, 100_000_000)
+    err = capsys.readouterr().err
+    assert "tiny" in err
+    assert "50.0/100.0 MB" in err
+
+
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with pulling.shown("tiny") as progress:
         for done in range(0, 101):

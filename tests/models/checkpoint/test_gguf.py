@@ -141,6 +141,20 @@ def test_token_strings_that_are_no_utf_8_keep_their_bytes(tmp_path: Path) -> Non
     assert tokens[1] == "ok"
 
 
+@pytest.mark.parametrize("pad", [0, 1, 2, 3])
+def test_an_alignment_of_one_byte_is_read(pad: int, tmp_path: Path) -> None:
+    arrays = build.weights(build.tiny())
+    infos, data = [], bytes(pad)
+    for name, array in arrays.items():
+        infos.append(build.info(build.gguf_name(name), array.shape[::-1], 0, len(data)))
+        data += array.tobytes()
+    keys = [*build.gguf_keys(build.tiny()), build.key("general.alignment", build.U32, 1)]
+    checkpoint = open_checkpoint(written(tmp_path, build.gguf(keys, infos, data, alignment=1)))
+    values = checkpoint.tensor("model.layers.0.mlp.up_proj.weight").float32()
+    np.testing.assert_array_equal(values, arrays["model.layers.0.mlp.up_proj.weight"])
+    assert values.flags.aligned
+
+
 def test_version_2_is_read(tmp_path: Path) -> None:
     raw = bytearray(build.tiny_gguf())
     raw[4] = 2
