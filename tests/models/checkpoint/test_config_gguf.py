@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -125,6 +126,24 @@ HOSTILE = [
 def test_hostile_values_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         from_gguf(metadata(**changes))
+
+
+def test_any_value_of_any_type_is_read_or_refused() -> None:
+    weird: list[Any] = [True, -1, 0, 1, 7, 2**64 - 1, 0.5, math.nan, math.inf, "", "x", [], [1], ["a"], [0.5] * 3]
+    for architecture in ("llama", "gemma3"):
+        base = {
+            **metadata(architecture),
+            "tokenizer.ggml.tokens": ["a"] * 100,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.chat_template": "x",
+            "general.name": "x",
+        }
+        for leaf in ("attention.sliding_window", "rope.scaling.factor", "rope.scaling.type", "rope.freq_base"):
+            base[f"{architecture}.{leaf}"] = {"rope.scaling.type": "yarn"}.get(leaf, 4)
+        for key in base:
+            for value in weird:
+                with contextlib.suppress(CheckpointError):
+                    from_gguf({**base, key: value})
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -117,6 +118,8 @@ def test_qwen2() -> None:
     old = {**LLAMA, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32, "max_window_layers": 1}
     assert from_huggingface(old).windowed == (False, True, True)
     assert from_huggingface({**old, "max_window_layers": 28}).window is None
+    del old["sliding_window"]
+    assert from_huggingface(old).window == 4096
     assert from_huggingface({**old, "use_sliding_window": False}).window is None
 
 
@@ -260,6 +263,29 @@ GEMMA_HOSTILE = [
 def test_hostile_gemma_values_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         from_huggingface({"model_type": "gemma3_text", **changes})
+
+
+WEIRD: list[Any] = [
+    None, True, -1, 0, 1, 7, 2**31, 2**64, 10**400, 0.5, -0.5, math.nan, math.inf, "", "x", "1", [], [1], [[]], {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("class_name", ["LlamaConfig", "Qwen2Config", "Gemma3TextConfig", "Gemma3Config"])
+def test_any_value_of_any_type_is_read_or_refused(class_name: str) -> None:
+    base = real(class_name, num_hidden_layers=2) if class_name != "Gemma3Config" else real(class_name)
+    base["use_sliding_window"] = True
+    places = [base, *(each for each in base.values() if isinstance(each, dict))]
+    places += [deep for each in places[1:] for deep in each.values() if isinstance(deep, dict)]
+    extra = ("rope_scaling", "head_dim", "sliding_window_pattern", "layer_types", "partial_rotary_factor", "mlp_bias")
+    for place in places:
+        for key in {*place, *extra}:
+            held = dict(place)
+            for value in WEIRD:
+                place[key] = value
+                with contextlib.suppress(CheckpointError):
+                    from_huggingface(base)
+            place.clear()
+            place.update(held)
 
 
 def test_end_tokens_outside_the_vocabulary_can_never_come_and_are_dropped() -> None:

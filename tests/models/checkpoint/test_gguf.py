@@ -141,6 +141,20 @@ def test_token_strings_that_are_no_utf_8_keep_their_bytes(tmp_path: Path) -> Non
     assert tokens[1] == "ok"
 
 
+@pytest.mark.parametrize("pad", [0, 1, 2, 3])
+def test_an_alignment_of_one_byte_is_read(pad: int, tmp_path: Path) -> None:
+    arrays = build.weights(build.tiny())
+    infos, data = [], bytes(pad)
+    for name, array in arrays.items():
+        infos.append(build.info(build.gguf_name(name), array.shape[::-1], 0, len(data)))
+        data += array.tobytes()
+    keys = [*build.gguf_keys(build.tiny()), build.key("general.alignment", build.U32, 1)]
+    checkpoint = open_checkpoint(written(tmp_path, build.gguf(keys, infos, data, alignment=1)))
+    values = checkpoint.tensor("model.layers.0.mlp.up_proj.weight").float32()
+    np.testing.assert_array_equal(values, arrays["model.layers.0.mlp.up_proj.weight"])
+    assert values.flags.aligned
+
+
 def test_version_2_is_read(tmp_path: Path) -> None:
     raw = bytearray(build.tiny_gguf())
     raw[4] = 2
@@ -194,6 +208,17 @@ def test_an_absent_tensor_is_an_error(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(written(tmp_path, build.tiny_gguf()))
     with pytest.raises(CheckpointError, match=r"no tensor 'model\.none'"):
         checkpoint.tensor("model.none")
+
+
+def test_a_tensor_of_another_shape_that_no_model_reads_is_refused_when_asked_for(tmp_path: Path) -> None:
+    infos, data = [], b""
+    for name, array in [*build.weights(build.tiny()).items(), ("extra", np.zeros((7, 32), np.float32))]:
+        gguf_name = "blk.7.attn_q.weight" if name == "extra" else build.gguf_name(name)
+        infos.append(build.info(gguf_name, array.shape[::-1], 0, len(data)))
+        data += array.tobytes()
+    checkpoint = open_checkpoint(written(tmp_path, build.gguf(build.gguf_keys(build.tiny()), infos, data)))
+    with pytest.raises(CheckpointError, match="has 7 rows, which do not divide into 4 heads"):
+        checkpoint.tensor("model.layers.7.self_attn.q_proj.weight").float32()
 
 
 def test_close_unmaps_and_tensors_cannot_be_had_after(tmp_path: Path) -> None:

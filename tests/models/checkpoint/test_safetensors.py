@@ -161,6 +161,15 @@ HOSTILE = {
     "deep": (build.with_header(b'{"a":' + b"[" * 100_000), "nested too deeply"),
     "digits": (build.with_header(b'{"a":' + b"9" * 10_000 + b"}"), "is not valid JSON"),
     "NaN": (build.with_header(b'{"a": NaN}'), "NaN is no JSON number"),
+    "many values": (build.with_header(b'{"a": [' + b"1," * 2**20 + b"1]}"), "holds more than 1048576 values"),
+    "many tensors": (
+        build.with_header(json.dumps({str(each): 1 for each in range(2**16 + 1)}).encode()),
+        "claims 65537 tensors; more than 65536 are not read",
+    ),
+    "name twice after many": (
+        build.with_header(b"{" + b"".join(b'"%d":1,' % each for each in range(60_000)) + b'"59999":1}'),
+        "'59999' appears twice",
+    ),
     "name twice": (
         build.with_header(b'{"a": 1, "a": 2}'),
         "'a' appears twice",
@@ -194,10 +203,10 @@ def test_safetensors_hostile(name: str, tmp_path: Path) -> None:
     folder = build.hf_directory(tmp_path)
     (folder / "model.safetensors").write_bytes(raw)
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint(folder)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert tracemalloc.get_traced_memory()[1] < 20e6
     tracemalloc.stop()
     assert str(folder) in caught.value.message
@@ -209,7 +218,7 @@ def test_a_large_json_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (folder / "config.json").open("r+b") as file:
         file.truncate(2**33)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match="is larger than 33554432 bytes"):
+    with pytest.raises(CheckpointError, match="is larger than 16777216 bytes"):
         open_checkpoint(folder)
     assert tracemalloc.get_traced_memory()[1] < 100e6
     tracemalloc.stop()
@@ -262,7 +271,7 @@ def test_mutants_of_a_file_open_or_are_refused_and_never_crash(tmp_path: Path) -
             mutant[at:stop] = rng.choice(extremes)
             mutant[:8] = struct.pack("<Q", length + len(mutant) - len(raw))
         build.rewrite(path, bytes(mutant))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             checkpoint = open_checkpoint(folder)
             for name in checkpoint.names():
@@ -272,7 +281,7 @@ def test_mutants_of_a_file_open_or_are_refused_and_never_crash(tmp_path: Path) -
         except CheckpointError as error:
             refused += 1
             longest = max(longest, len(error.message))
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
     assert refused > 1400
     assert slowest < 1
     assert longest < 2000

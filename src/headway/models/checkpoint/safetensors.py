@@ -33,8 +33,9 @@ DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
 }
 """Kind and NumPy type by safetensors' name; bfloat16 comes as its 16 bits."""
 
-_MOST_HEADER_BYTES = 1 << 25
-_MOST_JSON_BYTES = 1 << 25
+_MOST_JSON_BYTES = 1 << 24
+_MOST_JSON_VALUES = 1 << 20
+_MOST_TENSORS = 1 << 16
 _MOST_DIMS = 8
 
 
@@ -62,16 +63,19 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
     """Return a JSON object of an untrusted file; repeated keys and NaN are refused."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-            raise ValueError(f"{short(twice)} appears twice")
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{short(key)} appears twice")
+            found[key] = value
         return found
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON number")
 
+    # Counted before parsing: a value takes two bytes of text, but a hundred of memory.
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MOST_JSON_VALUES:
+        raise CheckpointError(f"{what} holds more than {_MOST_JSON_VALUES} values, which no model needs")
     try:
         found = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=constant)
     except RecursionError:
@@ -92,10 +96,12 @@ def read_table(file: MappedFile) -> dict[str, Entry]:
     if file.size < 8:
         raise bad(f"it has {file.size} bytes; the header's length alone takes 8")
     length = int.from_bytes(file.data[:8], "little")
-    if length > _MOST_HEADER_BYTES or length > file.size - 8:
+    if length > _MOST_JSON_BYTES or length > file.size - 8:
         raise bad(f"it claims a header of {length} bytes, but has {file.size - 8}; download it again")
     header = parse_json(file.data[8 : 8 + length], f"the header of {str(file.path)!r}")
     header.pop("__metadata__", None)
+    if len(header) > _MOST_TENSORS:
+        raise bad(f"it claims {len(header)} tensors; more than {_MOST_TENSORS} are not read")
     data_start = 8 + length
     table: dict[str, Entry] = {}
     for name, row in header.items():
