@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from headway.errors import InvalidRequest
+from headway.errors import CheckpointError, InvalidRequest
 
 # Characters for marks, none of which is ever assigned a meaning; the first ones that the caller did not send are used.
 _MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))))
@@ -107,10 +107,16 @@ class ControlTokens:
 
     def _compile(self) -> None:
         spellings = sorted(self._ids, key=len, reverse=True)
-        alternatives = longest_of(spellings)
-        self._pattern = re.compile(alternatives)
-        # Without regard to case: a template may lower the text. Look-ahead: occurrences may overlap.
-        self._anywhere = re.compile(f"(?=(?:{alternatives}))", re.IGNORECASE)
+        try:
+            alternatives = longest_of(spellings)
+            self._pattern = re.compile(alternatives)
+            # Without regard to case: a template may lower the text. Look-ahead: occurrences may overlap.
+            self._anywhere = re.compile(f"(?=(?:{alternatives}))", re.IGNORECASE)
+        except (RecursionError, OverflowError):
+            raise CheckpointError(
+                f"The vocabulary's {len(spellings)} control tokens are beginnings of one another without end; "
+                "the file is damaged: download or convert it again."
+            ) from None
         folded = {spelling.lower() for spelling in spellings}
         # Tokens that begin or end as words do are left out: half of one is an ordinary word's end.
         self._prefixes = {s[:n] for s in folded if not s[0].isalnum() for n in range(1, len(s))}
