@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine.detokenizer import Detokenizer, unfinished
@@ -25,6 +25,7 @@ def _pieces(tokenizer: Tokenizer, chunks: list[list[int]], **options: Any) -> li
 
 
 @pytest.mark.parametrize("name", _TOKENIZERS)
+@settings(deadline=None)
 @given(data=st.data())
 def test_same_text_for_any_chunking(name: str, data: st.DataObject) -> None:
     tokenizer = _TOKENIZERS[name]()
@@ -38,6 +39,7 @@ def test_same_text_for_any_chunking(name: str, data: st.DataObject) -> None:
     assert "\ufffd" in whole or not any("\ufffd" in piece for piece in pieces)
 
 
+@settings(deadline=None)
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(0, 80), max_size=20))
 def test_no_half_character_of_a_text_in_single_bytes(text: str, cuts: list[int]) -> None:
     pieces = _pieces(tiny.bpe(), _chunks(tiny.byte_ids(text), cuts))
@@ -45,6 +47,7 @@ def test_no_half_character_of_a_text_in_single_bytes(text: str, cuts: list[int])
     assert pieces[-1] == ""
 
 
+@settings(deadline=None)
 @given(ids=st.lists(st.integers(0, 10**6), max_size=20), skip=st.booleans())
 def test_equals_the_tokenizers_library_on_whole_characters(ids: list[int], skip: bool) -> None:
     tokenizer = tiny.bpe()
@@ -53,6 +56,7 @@ def test_equals_the_tokenizers_library_on_whole_characters(ids: list[int], skip:
     assert tokenizer.decode(ids, skip_special_tokens=skip) == reference
 
 
+@settings(deadline=None)
 @given(text=st.text(st.sampled_from("helo wrd the中é€\n"), max_size=30))
 def test_sentencepiece_decode_equals_the_tokenizers_library(text: str) -> None:
     tokenizer = tiny.spm()

@@ -4,7 +4,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.engine.messages import Logprobs
@@ -137,6 +137,7 @@ def test_the_end_tokens_logprob_is_reported() -> None:
 _LETTERS = st.text(st.sampled_from("ab€"), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(_LETTERS, max_size=12),
     stops=st.lists(_LETTERS, max_size=3),
