@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -11,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from headway.errors import InvalidRequest
+from headway.errors import CheckpointError, InvalidRequest
 
 # Characters for marks, none of which is ever assigned a meaning; the first ones that the caller did not send are used.
 _MARKS = tuple(map(chr, (*range(0xFDD0, 0xFDF0), *range(0x10FF00, 0x10FFFE))))
@@ -23,7 +24,8 @@ class Marks:
     def __init__(self, control: ControlTokens, texts: Iterable[str]) -> None:
         joined = "\0".join(texts)
         lowered = joined.lower()
-        free = [m for m in _MARKS if m not in joined and json.dumps(m)[1:-1] not in lowered]
+        unused = (m for m in _MARKS if m not in joined and json.dumps(m)[1:-1] not in lowered)
+        free = list(itertools.islice(unused, 2))
         if len(free) < 2:
             raise InvalidRequest(
                 "The messages hold all of the Unicode noncharacters (U+FDD0 and following); remove some of them.",
@@ -32,7 +34,7 @@ class Marks:
         self._no_start, self._no_end = free[0], free[1]
         self._control = control
         # A template may write strings with tojson(ensure_ascii=True), so the marks' escapes count as marks too.
-        escaped = "|".join(re.escape(json.dumps(mark)[1:-1]) for mark in free[:2])
+        escaped = "|".join(re.escape(json.dumps(mark)[1:-1]) for mark in free)
         self._found = re.compile(f"[{self._no_start}{self._no_end}]|{escaped}")
 
     def mark(self, value: Any) -> Any:
@@ -51,12 +53,15 @@ class Marks:
 
     def _mark_text(self, text: str) -> str:
         starts, end = self._control.touches(text)
+        marks = [(start, self._no_start) for start in starts]
         if end:
-            text = f"{text[:end]}{self._no_end}{text[end:]}"
-            starts = [start + (start >= end) for start in starts]
-        for start in reversed(starts):
-            text = f"{text[:start]}{self._no_start}{text[start:]}"
-        return text
+            marks = sorted([*marks, (end, self._no_end)])
+        pieces: list[str] = []
+        last = 0
+        for position, mark in marks:
+            pieces += (text[last:position], mark)
+            last = position
+        return "".join([*pieces, text[last:]])
 
     def remove(self, rendered: str) -> tuple[str, set[int], set[int]]:
         """Return the text without marks, and where no control token may start, and where none may end."""
@@ -107,10 +112,16 @@ class ControlTokens:
 
     def _compile(self) -> None:
         spellings = sorted(self._ids, key=len, reverse=True)
-        alternatives = longest_of(spellings)
-        self._pattern = re.compile(alternatives)
-        # Without regard to case: a template may lower the text. Look-ahead: occurrences may overlap.
-        self._anywhere = re.compile(f"(?=(?:{alternatives}))", re.IGNORECASE)
+        try:
+            alternatives = longest_of(spellings)
+            self._pattern = re.compile(alternatives)
+            # Without regard to case: a template may lower the text. Look-ahead: occurrences may overlap.
+            self._anywhere = re.compile(f"(?=(?:{alternatives}))", re.IGNORECASE)
+        except (RecursionError, OverflowError):
+            raise CheckpointError(
+                f"The vocabulary's {len(spellings)} control tokens are beginnings of one another without end; "
+                "the file is damaged: download or convert it again."
+            ) from None
         folded = {spelling.lower() for spelling in spellings}
         # Tokens that begin or end as words do are left out: half of one is an ordinary word's end.
         self._prefixes = {s[:n] for s in folded if not s[0].isalnum() for n in range(1, len(s))}

@@ -47,7 +47,7 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._decoder = _REPLACEMENT_DECODER("replace")
         self._strip = strip_first_space
-        tail = unfinished(b"".join(tokenizer.token_bytes(i) for i in after[-4:] if i not in tokenizer.special_ids))
+        tail = unfinished(b"".join(tokenizer.token_bytes(i) for i in after[-4:]))
         self._decoder.decode(tail)
 
     def feed(self, token_ids: Iterable[int]) -> str:

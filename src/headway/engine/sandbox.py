@@ -10,11 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -26,121 +22,15 @@ from jinja2.runtime import Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 
+from headway.engine.template_budget import MAX_INT_BITS, MAX_PARTS, Budget, TemplateRefused, current
 from headway.errors import TemplateError
 
-_MAX_TURNS = 1_000_000
-_MAX_NODES = 1_000_000
-_MAX_INT_BITS = 4_096
-_MAX_DEPTH = 200
-_MADE_PER_CHAR = 100
-_CHARS_PER_PART = 8
 _MAX_FILL = 10_000
 _DIGITS = re.compile(r"\d{5,}")
 
 
-class TemplateRefused(Exception):
-    """The template was stopped; not a jinja2 error, so that no template construct can catch it."""
-
-
 class RaisedByTemplate(jinja2.TemplateError):
     """The template called ``raise_exception``: its own verdict on the messages."""
-
-
-@dataclass(slots=True)
-class Budget:
-    """What one rendering may still use."""
-
-    deadline: float
-    max_chars: int
-    turns: int = _MAX_TURNS
-    printed: int = 0
-    made: int = 0
-    """Characters of all texts made on the way: generators could hold many before one is printed."""
-
-    def tick(self) -> None:
-        """Count a loop turn or a call."""
-        self.turns -= 1
-        if self.turns < 0:
-            raise TemplateRefused(f"it takes more than {_MAX_TURNS} loop turns and calls")
-        if time.monotonic() > self.deadline:
-            raise TemplateRefused("its time limit has passed")
-
-    def check_chars(self, chars: int) -> None:
-        """Refuse a text of that many characters."""
-        if chars > self.max_chars:
-            raise TemplateRefused(f"it makes a text of {chars} characters, more than {self.max_chars}")
-
-    def print(self, chars: int) -> None:
-        """Count printed characters, those of captured blocks too."""
-        self.printed += chars
-        self.check_chars(self.printed)
-
-    def check(self, value: Any) -> Any:
-        """Refuse a value that is too large, counted as if its shared parts were written out; return it."""
-        if isinstance(value, str | bytes):
-            self.check_chars(len(value))
-            self.made += len(value)
-            if self.made > _MADE_PER_CHAR * self.max_chars:
-                raise TemplateRefused(f"it makes texts of more than {_MADE_PER_CHAR * self.max_chars} characters")
-        elif isinstance(value, int):
-            if value.bit_length() > _MAX_INT_BITS:
-                raise TemplateRefused(f"it makes a number of {value.bit_length()} bits, more than {_MAX_INT_BITS}")
-        elif isinstance(value, Mapping | list | tuple | Namespace):
-            self.weigh(value)
-        return value
-
-    def weigh(self, root: Any) -> int:
-        """Return about how many characters a value takes when it is written out."""
-        counted = 1
-        chars = 0
-        level = [root]
-        for _ in range(_MAX_DEPTH):
-            below: list[Any] = []
-            for value in level:
-                if isinstance(value, str | bytes):
-                    chars += len(value)
-                elif isinstance(value, Mapping):
-                    below.extend(value)
-                    below.extend(value.values())
-                elif isinstance(value, list | tuple):
-                    below.extend(value)
-                elif isinstance(value, Namespace):
-                    below.extend(_attributes(value).values())
-                # Level by level, so that a tree of shared parts cannot outgrow the limit before it is seen.
-                if counted + len(below) > _MAX_NODES:
-                    raise TemplateRefused(f"it makes a value of more than {_MAX_NODES} parts")
-            counted += len(below)
-            self.check_chars(chars)
-            if not below:
-                return chars + _CHARS_PER_PART * counted
-            level = below
-        raise TemplateRefused(f"it nests values deeper than {_MAX_DEPTH}")
-
-
-def _attributes(namespace: Namespace) -> dict[str, Any]:
-    # Namespace answers every other look-up from its contents.
-    found: dict[str, Any] = object.__getattribute__(namespace, "_Namespace__attrs")
-    return found
-
-
-_active = threading.local()
-
-
-def _budget() -> Budget:
-    budget: Budget | None = getattr(_active, "budget", None)
-    if budget is None:
-        raise TemplateRefused("it runs outside of a rendering")
-    return budget
-
-
-@contextmanager
-def within(budget: Budget) -> Iterator[None]:
-    """Make this thread's renderings use the budget."""
-    _active.budget = budget
-    try:
-        yield
-    finally:
-        _active.budget = None
 
 
 class _Generation(Extension):
@@ -157,7 +47,7 @@ class _Generation(Extension):
 @pass_context
 def _finalize(_context: Any, value: Any) -> str:
     # Needing the context also keeps Jinja from printing constants at compile time.
-    budget = _budget()
+    budget = current()
     text = value if isinstance(value, str) else _to_text(value)
     budget.print(len(text))
     return text
@@ -167,7 +57,7 @@ def _to_text(value: Any) -> str:
     if isinstance(value, str | Undefined):
         return str(value)
     if value is None or isinstance(value, bool | int | float | Mapping | list | tuple | Macro):
-        return str(_budget().check(value))
+        return str(current().check(value))
     raise TemplateRefused(f"it prints a {type(value).__name__}")
 
 
@@ -205,22 +95,22 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def headway_tick(self) -> str:
         """Count one turn of a loop."""
-        _budget().tick()
+        current().tick()
         return ""
 
     def headway_check(self, value: Any) -> Any:
         """Check a literal or joined text."""
-        return _budget().check(value)
+        return current().check(value)
 
     def headway_concat(self, *values: Any) -> str:
         """Join the texts of a ``~`` expression."""
         texts = [_to_text(value) for value in values]
-        _budget().check_chars(sum(map(len, texts)))
+        current().check_chars(sum(map(len, texts)))
         return "".join(texts)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Call on behalf of a template."""
-        budget = _budget()
+        budget = current()
         budget.tick()
         # The sandbox wraps str.format in a plain function, which knows the method that it stands for.
         bound = getattr(__obj, "__wrapped__", __obj)
@@ -233,11 +123,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Run an operator on behalf of a template."""
-        budget = _budget()
+        budget = current()
         if operator == "*":
             _check_product(budget, left, right)
         elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > _MAX_INT_BITS:
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * abs(right) > MAX_INT_BITS:
                 raise TemplateRefused(f"it raises a number to the power of {right}")
         elif operator == "%" and isinstance(left, str):
             _check_percent_format(left)
@@ -289,20 +179,20 @@ def _rewritten(node: nodes.Node) -> nodes.Node:
 
 def _check_product(budget: Budget, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > _MAX_INT_BITS:
+        if left.bit_length() + right.bit_length() > MAX_INT_BITS:
             raise TemplateRefused("it multiplies numbers without end")
         return
     for value, times in ((left, right), (right, left)):
         if isinstance(times, int) and isinstance(value, str | bytes):
             budget.check_chars(len(value) * max(times, 0))
-        elif isinstance(times, int) and isinstance(value, list | tuple) and len(value) * times > _MAX_NODES:
-            raise TemplateRefused(f"it makes a list of {len(value) * times} parts, more than {_MAX_NODES}")
+        elif isinstance(times, int) and isinstance(value, list | tuple) and len(value) * times > MAX_PARTS:
+            raise TemplateRefused(f"it makes a list of {len(value) * times} parts, more than {MAX_PARTS}")
 
 
 def _check_percent_format(pattern: str) -> None:
     """Refuse what can widen a text: a width of many digits, or one that is itself an argument."""
     named = "%(" in pattern and _DIGITS.search(pattern)
-    if named or re.search(r"%[-+ #.0-9]*(\*|[0-9]{5})", pattern) or re.search(r"%\(.*\)[-+ #.0-9]*\*", pattern):
+    if named or re.search(r"%[-+ #.0-9]*(\*|[0-9]{5})", pattern):
         raise TemplateRefused(f"it formats with {pattern[:40]!r}, whose width has no bound")
 
 
@@ -313,7 +203,7 @@ def _check_brace_format(pattern: str) -> None:
 
 
 def _check_growth(method: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    budget = _budget()
+    budget = current()
     if method in ("center", "ljust", "rjust", "zfill", "expandtabs"):
         width = next((value for value in (*args, *kwargs.values()) if isinstance(value, int)), 8)
         budget.check_chars(width * (1 + text.count("\t")) if method == "expandtabs" else width)
@@ -331,18 +221,18 @@ def _check_growth(method: str, text: str, args: tuple[Any, ...], kwargs: Mapping
 def _check_replace(text: str, args: tuple[Any, ...]) -> None:
     if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
         times = text.count(args[0])
-        _budget().check_chars(len(text) + times * max(0, len(args[1]) - len(args[0])))
+        current().check_chars(len(text) + times * max(0, len(args[1]) - len(args[0])))
 
 
 def _check_join(separator: str, parts: Any) -> None:
     if isinstance(parts, list | tuple | Mapping | str):
         texts = sum(len(part) for part in parts if isinstance(part, str))
-        _budget().check_chars(texts + len(separator) * len(parts))
+        current().check_chars(texts + len(separator) * len(parts))
 
 
 def _check_parts(parts: list[Any], times: int) -> None:
     """Refuse a format that is too long if each of its fields is the longest part."""
-    budget = _budget()
+    budget = current()
     budget.check_chars(times * max(map(budget.weigh, parts), default=0))
 
 
@@ -351,7 +241,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def bounded(*args: Any, **kwargs: Any) -> Any:
-        budget = _budget()
+        budget = current()
         budget.tick()
         operands = args[skip:]
         value, rest = (operands[0], operands[1:]) if operands else (None, ())
@@ -362,7 +252,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 def _check_filter(name: str, value: Any, rest: list[Any]) -> None:
-    budget = _budget()
+    budget = current()
     numbers = [number for number in rest if isinstance(number, int)]
     if name in ("center", "wordwrap", "truncate", "round", "batch", "slice", "int"):
         if any(abs(number) > _MAX_FILL for number in numbers):

@@ -11,7 +11,8 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from headway.engine.sandbox import BoundedEnvironment, Budget, RaisedByTemplate, TemplateRefused, refuse, within
+from headway.engine.sandbox import BoundedEnvironment, RaisedByTemplate, refuse
+from headway.engine.template_budget import Budget, TemplateRefused, within
 from headway.errors import InvalidRequest, TemplateError
 from headway.types import JsonObject, Message
 
