@@ -62,6 +62,13 @@ def test_another_tenant_or_model_matches_nothing(other: Salt) -> None:
     assert cached_tokens(pool, range(9), other) == 0
 
 
+def test_tenants_are_cached_side_by_side() -> None:
+    pool = BlockPool(8, 4)
+    for tenant in ("a", "b"):
+        pool.release(fill(pool, range(8), ("m", tenant)))
+    assert [cached_tokens(pool, range(9), ("m", tenant)) for tenant in ("a", "b")] == [8, 8]
+
+
 def test_the_same_block_after_another_start_does_not_match() -> None:
     pool = BlockPool(8, 4)
     pool.release(fill(pool, [1, 2, 3, 4, 5, 6, 7, 8]))

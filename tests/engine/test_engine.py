@@ -8,6 +8,8 @@ import pytest
 from headway.config import EngineConfig
 from headway.engine.engine import Engine
 from headway.engine.messages import Abort, AbortWaiting, Emitted, FromEngine, Refused, Submit
+from headway.engine.sampler import Sampler
+from headway.engine.sequence import Group
 from headway.engine.work import Work
 from headway.telemetry.clock import FakeClock
 from headway.types import EngineTiming, Finish, Params
@@ -118,6 +120,23 @@ class Bench:
         self.engine.submit(request)
         self.run()
         return self.tokens[request.id, 0]
+
+    def expected(self, request: Submit, index: int = 0) -> list[int]:
+        """What a choice must be, worked out alone: no blocks, no batch."""
+        group = Group(
+            request,
+            number=0,
+            received=0.0,
+            seed=request.params.seed or 0,
+            max_tokens=request.params.max_tokens or 0,
+            eos=frozenset({EOS}),
+            salt=("", ""),
+        )
+        sequence, sampler = group.choices[index], Sampler(self.runner.vocabulary)
+        while True:
+            logits = self.runner.logits_of(sequence.tokens)
+            if sequence.append(sampler.sample(logits[None], [0], [sequence])[0]):
+                return sequence.tokens[sequence.output_start :]
 
     def timing(self, request_id: str, index: int = 0) -> EngineTiming:
         timing = self.last[request_id, index].timing
@@ -307,7 +326,9 @@ def test_temp_zero_topk_is_greedy() -> None:
 def test_logprobs_order_is_that_of_the_raw_model(repetition_penalty: float) -> None:
     bench = Bench()
     request = submit("a", LONG, logprobs=5, repetition_penalty=repetition_penalty, logit_bias={3: 4.0}, ignore_eos=True)
+    bench.engine.submit(submit("neighbour", LONG[:9], max_tokens=50, prompt_logprobs=1, ignore_eos=True))
     answer = bench.answer(request)
+    assert answer == bench.expected(request)
     context = list(LONG)
     details = [detail for message in bench.said if isinstance(message, Emitted) for detail in message.logprobs]
     assert [detail.token_id for detail in details] == answer
@@ -324,6 +345,7 @@ def test_logprobs_order_is_that_of_the_raw_model(repetition_penalty: float) -> N
 def test_prompt_logprobs_are_complete_in_spite_of_chunks_and_cache(step_tokens: int) -> None:
     bench = Bench(step_tokens=step_tokens)
     bench.answer(submit("warm", LONG))
+    bench.engine.submit(submit("neighbour", LONG[3:9], max_tokens=50, ignore_eos=True))
     bench.answer(submit("a", LONG, prompt_logprobs=2, n=2))
     for index in (0, 1):
         said = [m for m in bench.said if isinstance(m, Emitted) and (m.id, m.index) == ("a", index)]
@@ -338,6 +360,16 @@ def test_prompt_logprobs_are_complete_in_spite_of_chunks_and_cache(step_tokens: 
             assert detail.logprob == pytest.approx(logits[LONG[position]] - math.log(np.exp(logits).sum()), abs=1e-5)
             assert len(detail.top) == 2
     assert bench.timing("a").cached_tokens == 0
+
+
+def test_prompt_logprobs_are_complete_after_preemption() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("a", LONG, prompt_logprobs=0))
+    bench.steps(2)
+    bench.engine.scheduler._preempt(bench.engine.scheduler.running[0])
+    bench.run()
+    (found,) = [m.prompt_logprobs for m in bench.said if isinstance(m, Emitted) and m.prompt_logprobs]
+    assert [detail.token_id for detail in found if detail is not None] == list(LONG[1:])
 
 
 def test_prompt_logprobs_of_one_token() -> None:
@@ -456,6 +488,26 @@ def test_a_deadline_ends_waiting_and_running_requests_differently() -> None:
     assert not any(w.token_ids[:3] == LONG[:3] and w.start == 0 for step in bench.runner.steps[1:] for w in step)
     assert len(bench.tokens["calm", 0]) == 8
     assert [entry[:2] for entry in bench.engine.take_status().freed] == [("queued", "deadline"), ("decode", "deadline")]
+
+
+def test_a_deadline_is_forgotten_when_its_request_ends() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("a", LONG[:3], max_tokens=2, deadline=bench.clock.now() + 0.1, ignore_eos=True))
+    bench.run()
+    bench.ends.clear()
+    bench.engine.submit(submit("a", LONG[:3], max_tokens=30, ignore_eos=True))
+    bench.run()
+    assert bench.ends["a", 0] == 1
+    assert not bench.refused
+
+
+def test_a_step_without_work_is_none() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("empty", ()))
+    bench.run()
+    assert bench.refused["empty"].code == "invalid_request_error"
+    assert bench.engine.steps == 0
+    assert bench.engine.take_status().steps == ()
 
 
 def test_bad_submits_are_refused() -> None:

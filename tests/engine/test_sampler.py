@@ -168,6 +168,11 @@ def test_broken_rows_give_a_possible_token(values: tuple[float, ...], possible: 
         assert draw(row(*values), params, seed=seed) in possible
 
 
+@pytest.mark.parametrize("top_p", [0.0, 1e-12, 1e-9, 1e-7])
+def test_a_tiny_top_p_of_equal_logits_leaves_the_first(top_p: float) -> None:
+    assert draw(np.ones(3000, dtype=np.float32), Params(top_p=top_p)) == 0
+
+
 def test_equal_logits_are_cut_by_id() -> None:
     logits = row(1.0, 2.0, 2.0, 2.0, 2.0)
     assert {pick(logits, Params(top_k=2), u / 50) for u in range(50)} == {1, 2}

@@ -220,6 +220,59 @@ def test_siblings_that_wait_give_blocks_back_before_anybody_is_preempted() -> No
     assert desk.pool.counts().free == 5
 
 
+def with_a_waiting_sibling(desk: Desk) -> Sequence:
+    """A sequence that waits and holds 2 blocks of the prompt that its sibling computed."""
+    group = desk.add(9, 1, n=2, priority=1)
+    desk.step()
+    assert desk.pool.counts().held == 2
+    return group.choices[1]
+
+
+def test_a_decode_gets_the_blocks_of_a_waiting_sibling() -> None:
+    desk = Desk(n_blocks=5, max_running=1)
+    sibling = with_a_waiting_sibling(desk)
+    important = desk.add(4, 16)
+    desk.until_decoding([important])
+    while first(important).status is Status.RUNNING:
+        desk.step()
+    assert desk.scheduler.preemptions == 0
+    while sibling.status is not Status.FINISHED:
+        desk.step()
+
+
+def test_an_admission_gets_the_blocks_of_a_waiting_sibling_when_nothing_runs() -> None:
+    desk = Desk(n_blocks=5, max_running=1)
+    with_a_waiting_sibling(desk)
+    important = desk.add(17, 1)
+    desk.until_decoding([important])
+
+
+def test_a_preempted_sequence_returns_before_one_that_has_waited_longer() -> None:
+    desk = Desk(max_running=2)
+    desk.add(4, 50)
+    back = desk.add(4, 50)
+    desk.step()
+    desk.now -= 30.0
+    waited = desk.add(4, 50)
+    desk.now += 30.0
+    desk.scheduler._preempt(first(back))
+    desk.step()
+    assert (first(back).status, first(waited).status) == (Status.RUNNING, Status.WAITING)
+
+
+def test_preempted_sequences_return_in_order_of_importance() -> None:
+    desk = Desk(max_running=2)
+    one, two = desk.add(4, 50), desk.add(20, 50)
+    desk.until_decoding([one, two])
+    three = desk.add(4, 50)
+    for group in (two, one):
+        desk.scheduler._preempt(first(group))
+    desk.step()
+    assert first(one).status is Status.RUNNING
+    desk.step()
+    assert (first(two).status, first(three).status) == (Status.RUNNING, Status.WAITING)
+
+
 def test_a_sibling_inherits_the_prompt_when_the_first_is_ended() -> None:
     desk = Desk()
     group = desk.add(40, 2, n=3)
@@ -288,11 +341,22 @@ def test_any_trace_ends_everything_once_and_gives_all_blocks_back(
     prompts = [tuple((7 * i + 3 * p) % 60 + 1 for p in range(t[1])) for i, t in enumerate(trace)]
     for i, (gap, _, output, priority, n, cancel) in enumerate(trace):
         bench.run_for(gap)
-        bench.engine.submit(submit(str(i), prompts[i], max_tokens=output, priority=priority, n=n, ignore_eos=True))
+        request = submit(
+            str(i),
+            prompts[i],
+            max_tokens=output,
+            priority=priority,
+            n=n,
+            temperature=float(i % 2),
+            seed=i,
+            presence_penalty=0.5 * (i % 3),
+            ignore_eos=True,
+        )
+        bench.engine.submit(request)
         if cancel < 8:
             cancel_at.setdefault(bench.engine.steps + cancel, []).append(str(i))
         else:
-            expected |= {(str(i), c): bench.runner.greedy(prompts[i], output) for c in range(n)}
+            expected |= {(str(i), c): bench.expected(request, c) for c in range(n)}
     bench.run(cancel_at=cancel_at)
     sequences = sum(t[4] for t in trace)
     tokens = sum((t[1] + t[2]) * t[4] for t in trace)

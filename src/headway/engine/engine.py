@@ -11,8 +11,6 @@ import logging
 import secrets
 from collections import deque
 
-import numpy as np
-
 from headway.config import EngineConfig
 from headway.engine.blocks import BlockPool
 from headway.engine.logits import Floats
@@ -76,8 +74,8 @@ class Engine:
         self.steps = 0
         self._groups: dict[str, Group] = {}
         self._numbers = 0
-        self._deadlines: list[tuple[float, int, Group]] = []
-        """A heap; groups that ended earlier stay in it until their time."""
+        self._deadlines: list[tuple[float, int, str]] = []
+        """A heap of (instant, number, id); what ended earlier stays in it until its time."""
         self._out: list[FromEngine] = []
         """Leaves with the next step."""
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
@@ -100,7 +98,7 @@ class Engine:
             return
         self._groups[submit.id] = group
         if submit.deadline is not None:
-            heapq.heappush(self._deadlines, (submit.deadline, group.number, group))
+            heapq.heappush(self._deadlines, (submit.deadline, group.number, submit.id))
         self.scheduler.add(group)
 
     def abort(self, abort: Abort, received: float | None = None) -> None:
@@ -123,37 +121,25 @@ class Engine:
         """Refuse everything that is held; return the refusals and whatever had not left yet."""
         for group in list(self._groups.values()):
             self._refuse(group, EngineDied(message), "error")
-        out, self._out = self._out, []
-        return out
+        return self._leave()
 
     def step(self) -> list[FromEngine]:
         """Run one step; return what to say, in order."""
         start = self.busy_since = self.clock.now()
         self._expire(start)
         items = self.scheduler.schedule(start)
-        decodes, context = _shape(items)
-        try:
-            logits = self._run(items, start)
-            tokens = self._sample(items, logits)
-        except Exception as error:
-            _log.exception("a step of %d sequences failed", len(items))
-            self._fail(items, error)
-        else:
-            self._emit(items, logits, tokens)
-            self.steps += 1
-            rows = sum(item.tokens for item in items)
-            self._reports.append(
-                StepReport(
-                    seconds=self.clock.now() - start,
-                    decode_rows=decodes,
-                    prefill_tokens=rows - decodes,
-                    context_tokens=context,
-                    sampled=len(tokens),
-                )
-            )
+        if items:
+            shape = _shape(items)
+            try:
+                logits = self._run(items, start)
+                tokens = self._sample(items, logits)
+            except Exception as error:
+                self._fail(items, error)
+            else:
+                self._emit(items, logits, tokens)
+                self._report(shape, len(tokens), start)
         self.busy_since = None
-        out, self._out = self._out, []
-        return out
+        return self._leave()
 
     def load(self) -> Load:
         """Return the present figures; the pool's invariants are checked when nothing is held."""
@@ -220,8 +206,9 @@ class Engine:
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, group = heapq.heappop(self._deadlines)
-            if self._groups.get(group.submit.id) is not group:
+            _, number, request_id = heapq.heappop(self._deadlines)
+            group = self._groups.get(request_id)
+            if group is None or group.number != number:
                 continue
             if group.started:
                 self._refuse(group, RequestTimeout("the request's time was up while it ran"), "deadline")
@@ -236,8 +223,6 @@ class Engine:
             sequence.steps += 1
             wanted = tokens if sequence.scores_prompt else int(_samples(sequence, tokens))
             work.append(Work(sequence.tokens[start:end], start, sequence.table, wanted))
-        if not work:
-            return np.empty((0, self.runner.vocabulary), dtype=np.float32)
         return self.runner.run(work)
 
     def _sample(self, items: list[Item], logits: Floats) -> dict[Sequence, tuple[int, int]]:
@@ -308,6 +293,7 @@ class Engine:
 
     def _fail(self, items: list[Item], error: Exception) -> None:
         """Refuse the requests of a step that raised; the others go on."""
+        _log.error("a step of %d sequences failed", len(items), exc_info=error)
         for group in dict.fromkeys(item.sequence.group for item in items):
             self._refuse(group, HeadwayError(f"the engine failed in a step: {type(error).__name__}"), "error")
 
@@ -327,11 +313,29 @@ class Engine:
             phase = next(phase for phase in ("decode", "prefill", "queued") if phase in phases)
             self._freed.append((phase, cause, max(self.clock.now() - since, 0.0)))
 
+    def _report(self, shape: tuple[int, int, int], sampled: int, start: float) -> None:
+        decodes, prefill, context = shape
+        self.steps += 1
+        self._reports.append(
+            StepReport(
+                seconds=self.clock.now() - start,
+                decode_rows=decodes,
+                prefill_tokens=prefill,
+                context_tokens=context,
+                sampled=sampled,
+            )
+        )
 
-def _shape(items: list[Item]) -> tuple[int, int]:
-    """Return how many rows of a step are decodes, and the context that it reads, in tokens."""
+    def _leave(self) -> list[FromEngine]:
+        out, self._out = self._out, []
+        return out
+
+
+def _shape(items: list[Item]) -> tuple[int, int, int]:
+    """Return a step's decode rows, its prefill tokens, and the context that it reads, in tokens."""
     decodes = sum(1 for sequence, tokens in items if tokens == 1 and sequence.prefilled)
-    return decodes, sum(sequence.computed + tokens for sequence, tokens in items)
+    rows = sum(tokens for _, tokens in items)
+    return decodes, rows - decodes, sum(sequence.computed + tokens for sequence, tokens in items)
 
 
 def _samples(sequence: Sequence, tokens: int) -> bool:
