@@ -69,7 +69,7 @@ def test_a_full_queue_is_refused_at_once(serve: Serve) -> None:
 def test_the_predicted_wait_follows_recent_throughput() -> None:
     clock = FakeClock()
     backend, ledgers = FakeBackend(("x",), clock=clock), Ledgers(100)
-    admit = Admit(backend, clock, ledgers, max_running=1, max_waiting=8, drain_s=1.0)
+    admit = Admit(backend, clock, ledgers, max_running=1, max_waiting=8)
 
     async def run(name: str) -> None:
         ledgers.open(name, Ledger(clock))
