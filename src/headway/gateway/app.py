@@ -48,11 +48,11 @@ class Gateway:
             max_waiting=config.engine.max_waiting,
         )
         # The request path, outermost first; the rest of telemetry.budget.ORDER has no stage of its own yet.
-        stages: list[Stage] = [
+        self.stages: tuple[Stage, ...] = (
             self._admit,
             Dispatch(ledgers),
-        ]
-        generation = Generation(backend, config, compose(stages, backend.generate), ledgers, self.metrics)
+        )
+        generation = Generation(backend, config, compose(self.stages, backend.generate), ledgers, self.metrics)
         points = Endpoints(backend, config, self._admit, ledgers, self.metrics, document)
         self._routes: dict[str, dict[str, Handler]] = {
             "/": {"GET": points.page},
