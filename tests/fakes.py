@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from headway.errors import DeadlineExceeded, HeadwayError, Overloaded
 from headway.telemetry.clock import Clock, MonotonicClock
@@ -69,6 +69,7 @@ class FakeBackend:
         self.running = 0
         self.waiting = 0
         self.generated = 0
+        self._waiters: set[asyncio.Task[Literal[True]]] = set()
         self._slots = asyncio.Semaphore(slots) if slots else None
 
     async def generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
@@ -101,14 +102,23 @@ class FakeBackend:
         if self._slots is None:
             return
         self.waiting += 1
+        waiter = asyncio.create_task(self._slots.acquire())
+        self._waiters.add(waiter)
         try:
             limit = None if request.deadline is None else max(0.0, request.deadline - self.clock.now())
             async with asyncio.timeout(limit):
-                await self._slots.acquire()
+                await waiter
         except TimeoutError:
             raise DeadlineExceeded("the deadline passed while the request waited") from None
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                self._slots.release()
+            if self.refuse is not None:
+                raise self.refuse from None
+            raise
         finally:
             self.waiting -= 1
+            self._waiters.discard(waiter)
 
     async def _scripted(self, request: Request) -> AsyncGenerator[Chunk, None]:
         assert self.script is not None
@@ -183,8 +193,10 @@ class FakeBackend:
         return self.health_now
 
     async def drain(self, limit_s: float) -> None:
-        """Refuse whatever comes next."""
+        """Refuse whatever comes next and whatever waits."""
         self.refuse = Overloaded("draining", retry_after_s=limit_s)
+        for waiter in self._waiters:
+            waiter.cancel()
 
     async def close(self) -> None:
         """Do nothing."""

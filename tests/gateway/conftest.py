@@ -40,6 +40,7 @@ class Server:
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
+            self.loop = runner.get_loop()
             runner.run(self._server.serve(sockets=[self._socket]))
 
     def close(self) -> None:

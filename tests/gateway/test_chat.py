@@ -235,6 +235,8 @@ def test_case_stream_error_late(serve: Serve) -> None:
     plain = server.post(chat())
     assert plain.status_code == 500
     assert plain.json()["error"]["code"] == "engine_died"
+    assert server.metric("headway_cancelled_total", phase="decode", cause="error") == 3
+    assert server.metric("headway_refused_total", reason="engine_died") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

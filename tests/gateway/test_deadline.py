@@ -59,7 +59,7 @@ def test_an_expired_deadline_is_refused_at_admission() -> None:
 
     clock = FakeClock()
     backend, ledgers = FakeBackend(clock=clock), Ledgers(4)
-    admit = Admit(backend, clock, ledgers, max_running=4, max_waiting=4, drain_s=1.0)
+    admit = Admit(backend, clock, ledgers, max_running=4, max_waiting=4)
     ledgers.open("r", Ledger(clock))
 
     async def run() -> None:

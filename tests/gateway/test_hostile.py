@@ -144,7 +144,9 @@ def test_pipelined_requests_are_answered_in_order(serve: Serve) -> None:
 def test_a_megabyte_string_and_a_long_prompt_of_ids(serve: Serve) -> None:
     server = serve()
     assert server.post(chat("x" * 7_000_000)).status_code == 200
-    assert server.post({"prompt": [1] * 500_000}, "/v1/completions").status_code == 200
+    ids = server.post({"prompt": [1] * 500_000}, "/v1/completions")
+    assert ids.json()["error"]["code"] == "context_length_exceeded"
+    assert server.post({"tokens": [1] * 500_000}, "/detokenize").status_code == 200
     assert server.post(chat("x", user="y" * 9_000_000)).status_code == 413
 
 

@@ -30,11 +30,15 @@ def test_case_drain(serve: Serve) -> None:
     def stream() -> None:
         answers.append(server.post(chat(stream=True)))
 
-    running = [threading.Thread(target=stream) for _ in range(5)]
-    for thread in running:
+    running = [threading.Thread(target=stream) for _ in range(7)]
+    for thread in running[:5]:
         thread.start()
     wait_until(lambda: backend.running == 5)
+    for thread in running[5:]:
+        thread.start()
+    wait_until(lambda: backend.waiting == 2)
     server.gateway.start_drain()
+    asyncio.run_coroutine_threadsafe(backend.drain(1.0), server.loop).result(1)
     refused = server.post(chat())
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "server_is_overloaded"
@@ -44,7 +48,12 @@ def test_case_drain(serve: Serve) -> None:
     assert server.get("/health/live").status_code == 200
     for thread in running:
         thread.join()
-    assert all(events(a.text)[-2]["choices"][0]["finish_reason"] == "stop" for a in answers)
+    assert sorted(a.status_code for a in answers) == [200] * 5 + [503] * 2
+    for answer in answers:
+        if answer.status_code == 200:
+            assert events(answer.text)[-2]["choices"][0]["finish_reason"] == "stop"
+        else:
+            assert int(answer.headers["retry-after"]) >= 1
     wait_until(lambda: server.gateway.running == 0)
 
 
@@ -69,7 +78,7 @@ def test_a_full_queue_is_refused_at_once(serve: Serve) -> None:
 def test_the_predicted_wait_follows_recent_throughput() -> None:
     clock = FakeClock()
     backend, ledgers = FakeBackend(("x",), clock=clock), Ledgers(100)
-    admit = Admit(backend, clock, ledgers, max_running=1, max_waiting=8, drain_s=1.0)
+    admit = Admit(backend, clock, ledgers, max_running=1, max_waiting=8)
 
     async def run(name: str) -> None:
         ledgers.open(name, Ledger(clock))

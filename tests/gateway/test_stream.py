@@ -71,7 +71,7 @@ def test_case_ttft_role_chunk_over_http(serve: Serve) -> None:
 
 
 def test_timing_on_a_stream_comes_as_comment_and_in_the_last_event(serve: Serve) -> None:
-    server = serve(FakeBackend(prefill_s=0.02))
+    server = serve(FakeBackend(prefill_s=0.1))
     answer = server.post(chat(stream=True), headers={"x-include-timing": "1", "x-request-id": "r-1"})
     got = events(answer.text)
     assert got[-2]["choices"] == []

@@ -16,6 +16,8 @@ from headway.types import Backend, Chunk, Request
 WINDOW: Final = 64
 """Requests over which throughput is measured."""
 LONGEST_S: Final = 60.0
+DRAIN_RETRY_S: Final = 2.0
+"""While draining: soon, since another replica, or the next process, answers then."""
 
 
 class Admit:
@@ -23,15 +25,12 @@ class Admit:
 
     name = "admit"
 
-    def __init__(
-        self, backend: Backend, clock: Clock, ledgers: Ledgers, *, max_running: int, max_waiting: int, drain_s: float
-    ) -> None:
+    def __init__(self, backend: Backend, clock: Clock, ledgers: Ledgers, *, max_running: int, max_waiting: int) -> None:
         self._backend = backend
         self._clock = clock
         self._ledgers = ledgers
         self._max_running = max_running
         self._max_waiting = max_waiting
-        self._drain_s = drain_s
         self._ended: deque[float] = deque(maxlen=WINDOW)
         self.draining = False
         self.admitted = 0
@@ -54,7 +53,7 @@ class Admit:
 
     def _check(self, request: Request) -> None:
         if self.draining:
-            raise Overloaded("the server is shutting down; send the request again", retry_after_s=self._drain_s)
+            raise Overloaded("the server is shutting down; send the request again", retry_after_s=DRAIN_RETRY_S)
         if request.deadline is not None and self._clock.now() >= request.deadline:
             raise DeadlineExceeded("the request's deadline had passed before it was dispatched")
         waiting = self.waiting()

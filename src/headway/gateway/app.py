@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from headway.config import Config
-from headway.errors import HeadwayError, MethodNotAllowed, NotFound
+from headway.errors import ClientError, HeadwayError, MethodNotAllowed, NotFound, Overloaded
 from headway.gateway.admit import Admit
 from headway.gateway.dispatch import Dispatch
 from headway.gateway.endpoints import Endpoints, no_model_of
@@ -46,14 +46,13 @@ class Gateway:
             ledgers,
             max_running=config.engine.max_running,
             max_waiting=config.engine.max_waiting,
-            drain_s=config.server.drain_s,
         )
         # The request path, outermost first; the rest of telemetry.budget.ORDER has no stage of its own yet.
-        stages: list[Stage] = [
+        self.stages: tuple[Stage, ...] = (
             self._admit,
             Dispatch(ledgers),
-        ]
-        generation = Generation(backend, config, compose(stages, backend.generate), ledgers, self.metrics)
+        )
+        generation = Generation(backend, config, compose(self.stages, backend.generate), ledgers, self.metrics)
         points = Endpoints(backend, config, self._admit, ledgers, self.metrics, document)
         self._routes: dict[str, dict[str, Handler]] = {
             "/": {"GET": points.page},
@@ -108,8 +107,9 @@ class Gateway:
             exchange.status = 499
         except HeadwayError as error:
             exchange.cause = exchange.cause or error.code
-            if not exchange.started:
+            if isinstance(error, ClientError | Overloaded):
                 self.metrics.refused(error.code)
+            if not exchange.started:
                 await exchange.refuse(error)
         except Exception:
             _log.exception("request %s failed", exchange.id)

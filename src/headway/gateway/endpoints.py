@@ -10,7 +10,7 @@ import msgspec
 from headway.config import Config
 from headway.errors import InvalidRequest, ModelNotFound, NotFound, TemplateError
 from headway.gateway.admit import Admit
-from headway.gateway.decode import decode
+from headway.gateway.decode import decode_off_loop
 from headway.gateway.http import Exchange
 from headway.gateway.openai import DetokenizeBody, TokenizeBody
 from headway.gateway.parse import find_model, messages, tools
@@ -75,7 +75,7 @@ class Endpoints:
 
     async def tokenize(self, exchange: Exchange) -> None:
         """POST /tokenize."""
-        body = decode(await self._body(exchange), TokenizeBody)
+        body = await decode_off_loop(await self._body(exchange), TokenizeBody)
         card = find_model(body.model, self._backend.models(), (self._config.model,))
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
@@ -93,7 +93,7 @@ class Endpoints:
 
     async def detokenize(self, exchange: Exchange) -> None:
         """POST /detokenize."""
-        body = decode(await self._body(exchange), DetokenizeBody)
+        body = await decode_off_loop(await self._body(exchange), DetokenizeBody)
         card = find_model(body.model, self._backend.models(), (self._config.model,))
         largest = max(body.tokens, default=0)
         if largest >= card.vocabulary:

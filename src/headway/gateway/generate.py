@@ -11,9 +11,10 @@ from typing import Final
 import msgspec
 
 from headway.config import Config
-from headway.errors import HeadwayError, InvalidRequest, RequestTimeout, TemplateError
+from headway.errors import ClientError, HeadwayError, InvalidRequest, Overloaded, RequestTimeout, TemplateError
 from headway.gateway import fanout
 from headway.gateway.deadline import Patience, read_patience
+from headway.gateway.decode import LARGE_BYTES
 from headway.gateway.events import events_for
 from headway.gateway.http import ClientGone, Exchange
 from headway.gateway.lifeline import Lifeline
@@ -25,8 +26,6 @@ from headway.telemetry.budget import Ledger, Ledgers
 from headway.telemetry.metrics import Metrics
 from headway.types import Backend
 
-LARGE_BYTES: Final = 256 * 1024
-"""Bodies above this are parsed in a thread: other streams go on meanwhile."""
 GRACE_S: Final = 0.1
 """How long past a deadline the backend's own answer is awaited: it knows whether the request ever ran."""
 _encode = msgspec.json.Encoder().encode
@@ -35,6 +34,15 @@ _encode = msgspec.json.Encoder().encode
 def internal_error(exchange: Exchange) -> HeadwayError:
     """Return what a caller may know of a fault of ours: the id to ask about."""
     return HeadwayError(f"internal error; request id {exchange.id}")
+
+
+def _cause(error: Exception, lifeline: Lifeline) -> str:
+    """Return why an answer was cut short; empty for a refusal, which is no fault and cuts nothing."""
+    if isinstance(error, ClientGone):
+        return lifeline.cause or "disconnect"
+    if isinstance(error, RequestTimeout):
+        return "deadline"
+    return "" if isinstance(error, ClientError | Overloaded) else "error"
 
 
 class Generation:
@@ -115,10 +123,11 @@ class Generation:
                 await self._stream(exchange, call, lifeline, *names)
             else:
                 await self._plain(exchange, call, lifeline, *names)
-        except (ClientGone, RequestTimeout) as error:
-            cause = lifeline.cause or ("deadline" if isinstance(error, RequestTimeout) else "disconnect")
-            exchange.cause = cause
-            self._metrics.cancelled(self._phase(exchange.ledger), cause)
+        except Exception as error:
+            cause = _cause(error, lifeline)
+            if cause:
+                exchange.cause = cause
+                self._metrics.cancelled(self._phase(exchange.ledger), cause)
             raise
 
     async def _stream(self, exchange: Exchange, call: Call, lifeline: Lifeline, answer_id: str, created: int) -> None:
@@ -136,7 +145,6 @@ class Generation:
             raise ClientGone from None
         except Exception as error:
             if exchange.started:
-                self._metrics_error(exchange.ledger, lifeline)
                 await stream.fail(error if isinstance(error, HeadwayError) else internal_error(exchange))
             raise
 
@@ -148,11 +156,6 @@ class Generation:
         if exchange.wants_timing:
             body.timing = ledger.to_json()
         await exchange.respond(_encode(body))
-
-    def _metrics_error(self, ledger: Ledger, lifeline: Lifeline) -> None:
-        """Count an answer that broke off by the service's own fault (``_run`` counts the other causes)."""
-        if lifeline.cause is None:
-            self._metrics.cancelled(self._phase(ledger), "error")
 
     def _phase(self, ledger: Ledger) -> str:
         """Return where a request was when it was cut; before its first Chunk the engine's queue is the best hint."""

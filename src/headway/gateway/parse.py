@@ -186,6 +186,8 @@ def _refuse_unsupported(body: SamplingBody) -> None:
             f"response_format.type={body.response_format.type!r} is not supported yet; 'text' is",
             param="response_format",
         )
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs is not available with stream=true", param="prompt_logprobs")
     for field in UNSUPPORTED:
         if getattr(body, field) is not None:
             raise InvalidRequest(f"{field} is not supported yet", param=field)
@@ -228,6 +230,10 @@ def _prompts(prompt: str | list[str | int | list[int]], card: ModelCard) -> tupl
         ids = tuple(x for x in item if isinstance(x, int)) if isinstance(item, list) else ()
         if not ids:
             raise InvalidRequest("prompt holds an empty list of token ids", param="prompt")
+        if len(ids) > card.context_tokens:
+            raise ContextExceeded(
+                f"prompt has {len(ids)} tokens, the model's context has {card.context_tokens}", param="prompt"
+            )
         largest = max(ids)
         if largest >= card.vocabulary:
             _check_token_id(largest, card, f"prompt[{ids.index(largest)}]")
