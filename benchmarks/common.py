@@ -14,10 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def commit() -> str:
     """Return the commit that is measured, with a plus when files differ from it."""
-    short = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    dirty = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    short, dirty = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain")
     return (short or "unknown") + ("+" if dirty else "")
 
 

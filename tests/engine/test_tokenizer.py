@@ -228,9 +228,8 @@ _MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
 
 
 def _file(name: str) -> Path:
-    from headway.models.pull import resolve
-
     from headway.config import environment
+    from headway.models.pull import resolve
 
     return resolve(name, environment())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import numpy as np
 
 from headway.config import EngineConfig, parse_bytes
