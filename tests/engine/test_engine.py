@@ -1,150 +1,16 @@
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from headway.config import EngineConfig
-from headway.engine.engine import Engine
-from headway.engine.messages import Abort, AbortWaiting, Emitted, FromEngine, Refused, Submit
-from headway.engine.sampler import Sampler
-from headway.engine.sequence import Group
+from headway.engine.messages import Abort, AbortWaiting, Emitted, Refused
 from headway.engine.work import Work
-from headway.telemetry.clock import FakeClock
-from headway.types import EngineTiming, Finish, Params
-from tests.engine.fake_runner import FakeRunner
+from headway.types import Finish
+from tests.engine.fake_runner import EOS, Bench, FakeRunner, submit
 
-EOS = 0
 LONG = tuple(i % 60 + 1 for i in range(40))
-
-
-def submit(
-    request_id: str,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int = 8,
-    temperature: float = 0.0,
-    priority: int = 0,
-    tenant: str = "",
-    deadline: float | None = None,
-    **params: object,
-) -> Submit:
-    return Submit(
-        id=request_id,
-        token_ids=tuple(prompt),
-        params=Params(max_tokens=max_tokens, temperature=temperature, **params),  # type: ignore[arg-type]
-        priority=priority,
-        tenant=tenant,
-        deadline=deadline,
-    )
-
-
-class Bench:
-    """An engine on the fake runner, and what came out of it."""
-
-    def __init__(
-        self,
-        *,
-        n_blocks: int = 64,
-        step_tokens: int = 16,
-        max_running: int = 8,
-        max_waiting: int = 1000,
-        prefix_cache: bool = True,
-        context_tokens: int = 200,
-        model_salt: str = "",
-    ) -> None:
-        self.runner = FakeRunner(n_blocks=n_blocks)
-        self.clock = FakeClock()
-        config = EngineConfig(
-            step_tokens=step_tokens, max_running=max_running, max_waiting=max_waiting, prefix_cache=prefix_cache
-        )
-        self.engine = Engine(
-            self.runner,
-            config,
-            eos=frozenset({EOS}),
-            context_tokens=context_tokens,
-            clock=self.clock,
-            model_salt=model_salt,
-        )
-        self.said: list[FromEngine] = []
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.ends: Counter[tuple[str, int]] = Counter()
-        self.last: dict[tuple[str, int], Emitted] = {}
-        self.refused: dict[str, Refused] = {}
-        self.first_at: dict[str, int] = {}
-        """The step of each request's first token."""
-
-    def step(self) -> list[FromEngine]:
-        said = self.engine.step()
-        self.clock.advance(0.01)
-        assert not self.engine.scheduler.check_integrity()
-        for message in said:
-            if isinstance(message, Refused):
-                assert message.id not in self.refused
-                self.refused[message.id] = message
-                continue
-            assert isinstance(message, Emitted)
-            key = (message.id, message.index)
-            assert not self.ends[key], "something was said after the end"
-            self.tokens.setdefault(key, []).extend(message.token_ids)
-            self.first_at.setdefault(message.id, self.engine.steps)
-            self.last[key] = message
-            if message.finish is not None:
-                self.ends[key] += 1
-        self.said += said
-        return said
-
-    def run(self, *, cancel_at: Mapping[int, Sequence[str]] | None = None) -> None:
-        for _ in range(5000):
-            for step, ids in list((cancel_at or {}).items()):
-                if step <= self.engine.steps:
-                    for request_id in ids:
-                        self.engine.abort(Abort(id=request_id))
-            if not self.engine.has_work:
-                return
-            self.step()
-        raise AssertionError("the engine does not come to an end")
-
-    def run_for(self, seconds: float) -> None:
-        until = self.clock.now() + seconds
-        while self.engine.has_work and self.clock.now() < until:
-            self.step()
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
-    def answer(self, request: Submit) -> list[int]:
-        """The request's tokens, run to the end together with whatever else is queued."""
-        self.engine.submit(request)
-        self.run()
-        return self.tokens[request.id, 0]
-
-    def expected(self, request: Submit, index: int = 0) -> list[int]:
-        """What a choice must be, worked out alone: no blocks, no batch."""
-        group = Group(
-            request,
-            number=0,
-            received=0.0,
-            seed=request.params.seed or 0,
-            max_tokens=request.params.max_tokens or 0,
-            eos=frozenset({EOS}),
-            salt=("", ""),
-        )
-        sequence, sampler = group.choices[index], Sampler(self.runner.vocabulary)
-        while True:
-            logits = self.runner.logits_of(sequence.tokens)
-            if sequence.append(sampler.sample(logits[None], [0], [sequence])[0]):
-                return sequence.tokens[sequence.output_start :]
-
-    def timing(self, request_id: str, index: int = 0) -> EngineTiming:
-        timing = self.last[request_id, index].timing
-        assert timing is not None
-        return timing
-
-    def held(self) -> int:
-        return self.engine.pool.counts().held
 
 
 def test_greedy_tokens_are_the_models() -> None:

@@ -11,7 +11,7 @@ from headway.engine.messages import Submit
 from headway.engine.scheduler import Item, Scheduler
 from headway.engine.sequence import Group, Sequence, Status
 from headway.types import Params
-from tests.engine.test_engine import Bench, submit
+from tests.engine.fake_runner import Bench, submit
 
 
 class Desk:

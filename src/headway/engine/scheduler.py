@@ -10,8 +10,8 @@ so that a short prompt overtakes a long one, except that a quarter of it is kept
 Admission takes the blocks of all known tokens at once, so only a decode can lack a block. Then the least important
 running sequence (highest priority number, latest arrival) is preempted: its blocks go back, its tokens are computed
 again later. Importance never changes and preempted sequences come back in its order, before anything new of their
-priority, when their tokens and a watermark fit: hence between two ends of sequences nobody is preempted twice, and the
-most important one always runs to its end.
+priority, when their tokens and a watermark fit: hence between two ends of sequences nobody is preempted twice (blocks
+that waiting siblings give back aside), and the most important one always runs to its end.
 
 While it waits, a sequence gains one priority level per ``aging_s``; admission obeys the gained level, so nobody starves
 in the queue; the share for the oldest sees to it afterwards.
