@@ -20,8 +20,8 @@ def pick_kernels(name: str, threads: int | None = None) -> Kernels:
         case "auto" | "reference":
             from headway.kernels.reference import ReferenceKernels
 
-            machine.set_threads(threads)
-            return ReferenceKernels(threads)
+            # Our threads share each product; where NumPy's BLAS cannot be told to use one, it does the sharing.
+            return ReferenceKernels(threads if machine.set_threads(1) else 1)
         case "cpu":
             raise ConfigError(
                 "engine.kernels is 'cpu', but this build has no native library; use 'auto' or 'reference' (NumPy)"

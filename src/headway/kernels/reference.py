@@ -7,10 +7,9 @@ Values are ``[rows, width]`` but lie in memory by column (``x.T`` is contiguous)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,11 +20,14 @@ from headway.kernels.arrange import Group, group_calls, load_weights, place_valu
 from headway.kernels.ops import Batch, Int32, KVLayout, Plan, Program, Rope
 from headway.kernels.plan import weight_shapes
 from headway.kernels.tensor import Float32, Tensor
+from headway.kernels.workers import Workers
 
 T = TypeVar("T")
 
 _TRANSPOSED_LOGITS = 64  # up to this many rows of logits, making them by column and turning them is faster
-_WORTH_THREADS = 1 << 16  # gathered elements of K from which a second thread pays for its wake-up
+_WORTH_SHARING = 1 << 17  # multiply-adds, or elements of K gathered, from which a second thread pays for its wake-up
+_CHUNKS = 4  # parts of a product, the same for any number of threads: so are the results
+_CHUNK_ROWS = 4096  # most rows of a weight in a part
 
 
 def rms_norm(x: Float32, weight: Float32, out: Float32, *, eps: float, head_width: int) -> None:
@@ -40,11 +42,26 @@ def rms_norm(x: Float32, weight: Float32, out: Float32, *, eps: float, head_widt
     result *= weight[:, None]
 
 
-def linear(x: Float32, weight: Float32, bias: Float32 | None, out: Float32) -> None:
+def linear(x: Float32, weight: Float32, bias: Float32 | None, out: Float32, workers: Workers) -> None:
     """``x @ weight.T + bias``."""
-    np.matmul(weight, x.T, out=out.T)
+    inputs, result = x.T, out.T
+    if weight.size * len(x) < _WORTH_SHARING:
+        np.matmul(weight, inputs, out=result)
+    else:
+
+        def part(rows: slice, _: int) -> None:
+            np.matmul(weight[rows], inputs, out=result[rows])
+
+        workers.share(part, chunks(len(weight)))
     if bias is not None:
         out += bias
+
+
+@cache
+def chunks(rows: int) -> tuple[slice, ...]:
+    """Return the parts in which the rows of a weight are multiplied."""
+    step = min(_CHUNK_ROWS, -(-rows // (16 * _CHUNKS)) * 16)
+    return tuple(slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def rotate(x: Float32, cos: Float32, sin: Float32, out: Float32) -> None:
@@ -144,8 +161,7 @@ class _Program:
         shape = (plan.kv.layers, n_blocks, plan.kv.kv_heads, block_tokens, plan.kv.head_width)
         # Zeros, not uninitialised: masked keys are multiplied by 0, and 0 x NaN is NaN.
         self._k, self._v = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self._threads = threads
-        self._workers = ThreadPoolExecutor(threads - 1, "attend") if threads > 1 else None
+        self._workers = Workers(threads)
         self._scratch = [paged.Scratch() for _ in range(threads)]
         self._logits = np.empty((0, plan.vocabulary), np.float32)
         self._ropes: list[Rope] = []
@@ -160,9 +176,8 @@ class _Program:
         if len(batch.token_ids) != self._rows:
             self._resize(len(batch.token_ids))
         step = self._step(batch)
-        with np.errstate(over="ignore"):
-            for run, arrays in self._bound:
-                run(step, *arrays)
+        for run, arrays in self._bound:
+            run(step, *arrays)
         return self._logits[: len(batch.logit_rows)]
 
     def _step(self, batch: Batch) -> _Step:
@@ -174,7 +189,10 @@ class _Program:
             batch.tables[sequences, blocks].astype(np.intp),
             offsets,
             [rope_tables(rope, batch.positions) for rope in self._ropes],
-            [paged.cut(batch, shape, window, self._block_tokens, self._threads) for shape, window in self._kinds],
+            [
+                paged.cut(batch, shape, window, self._block_tokens, self._workers.threads)
+                for shape, window in self._kinds
+            ],
         )
 
     def _resize(self, rows: int) -> None:
@@ -200,13 +218,13 @@ class _Program:
                 offset = np.float32(constants["weight_offset"])
                 run = partial(_rms_norm, weight + offset, constants["eps"], constants["head_width"])
             case "linear":
-                run = partial(_linear, weight, self._weights.get(group.weight(1)))
+                run = partial(_linear, self._workers, weight, self._weights.get(group.weight(1)))
             case "rope":
                 run = partial(_rope, _index(self._ropes, constants["rope"]))
             case "attend":
                 run = self._attend(constants)
             case "gate":
-                run = partial(_gate, silu if constants["activation"] == "silu" else gelu_tanh)
+                run = partial(_gate, self._workers, silu if constants["activation"] == "silu" else gelu_tanh)
             case "add":
                 run = _add
             case "head":
@@ -222,46 +240,44 @@ class _Program:
         )
         kind = _index(self._kinds, (shape, constants["window"]))
         k_pool, v_pool = self._k[constants["layer"]], self._v[constants["layer"]]
+        workers, scratch = self._workers, self._scratch
 
         def attend(step: _Step, q: Float32, k: Float32, v: Float32, out: Float32) -> None:
             k_pool[step.blocks, :, step.offsets] = k.T.reshape(kv_heads, head_width, -1).transpose(2, 0, 1)
             v_pool[step.blocks, :, step.offsets] = v.T.reshape(kv_heads, head_width, -1).transpose(2, 0, 1)
             by_row, result = np.ascontiguousarray(q), np.empty(q.shape, np.float32)
-            todo = iter(step.pieces[kind])  # workers take turns: one slow core costs its share only
 
-            def work(scratch: paged.Scratch) -> None:
-                for piece in todo:
-                    paged.attend(by_row, k_pool, v_pool, result, piece, shape, scratch)
+            def work(piece: paged.Piece, worker: int) -> None:
+                paged.attend(by_row, k_pool, v_pool, result, piece, shape, scratch[worker])
 
-            self._share(work, step.pieces[kind], k_pool[0].size)
+            pieces = step.pieces[kind]
+            if len(pieces) > 1 and sum(piece.blocks.size for piece in pieces) * k_pool[0].size >= _WORTH_SHARING:
+                workers.share(work, pieces)
+            else:
+                for piece in pieces:
+                    work(piece, 0)
             out[...] = result
 
         return attend
-
-    def _share(self, work: Callable[[paged.Scratch], None], pieces: Sequence[paged.Piece], block_size: int) -> None:
-        """Run ``work`` here, and on the other threads too when the pieces are worth it."""
-        others = []
-        gathered = sum(piece.blocks.size for piece in pieces) * block_size
-        if self._workers is not None and len(pieces) > 1 and gathered >= _WORTH_THREADS:
-            others = [self._workers.submit(work, scratch) for scratch in self._scratch[1:]]
-        work(self._scratch[0])
-        for other in others:
-            other.result()
 
     def _head(self, weight: Float32, softcap: float | None, step: _Step, x: Float32, out: Float32) -> None:
         rows = step.batch.logit_rows
         if len(self._logits) < len(rows):
             self._logits = np.empty((len(rows), len(weight)), np.float32)
         logits = self._logits[: len(rows)]
-        chosen = x.T[:, rows]
-        if len(rows) < _TRANSPOSED_LOGITS:
-            logits[...] = np.matmul(weight, chosen).T
-        else:
-            np.matmul(np.ascontiguousarray(chosen.T), weight.T, out=logits)
-        if softcap is not None:
-            logits /= np.float32(softcap)
-            np.tanh(logits, out=logits)
-            logits *= np.float32(softcap)
+        chosen = np.ascontiguousarray(x.T[:, rows])
+        by_row = np.ascontiguousarray(chosen.T)
+
+        def part(words: slice, _: int) -> None:
+            if len(rows) < _TRANSPOSED_LOGITS:
+                logits[:, words] = np.matmul(weight[words], chosen).T
+            else:
+                np.matmul(by_row, weight[words].T, out=logits[:, words])
+            if softcap is not None:
+                logits[:, words] = np.tanh(logits[:, words] / np.float32(softcap)) * np.float32(softcap)
+
+        if len(rows):
+            self._workers.share(part, chunks(len(weight)))
 
 
 def _embed(table: Float32, scale: np.float32, step: _Step, out: Float32) -> None:
@@ -274,17 +290,31 @@ def _rms_norm(weight: Float32, eps: float, head_width: int, _: _Step, x: Float32
     rms_norm(x, weight, out, eps=eps, head_width=head_width)
 
 
-def _linear(weight: Float32, bias: Float32 | None, _: _Step, x: Float32, out: Float32) -> None:
-    linear(x, weight, bias, out)
+def _linear(workers: Workers, weight: Float32, bias: Float32 | None, _: _Step, x: Float32, out: Float32) -> None:
+    linear(x, weight, bias, out, workers)
 
 
 def _rope(index: int, step: _Step, x: Float32, out: Float32) -> None:
     rotate(x, *step.ropes[index], out)
 
 
-def _gate(activation: Callable[[Float32, Float32], None], _: _Step, gate: Float32, up: Float32, out: Float32) -> None:
-    activation(gate, out)
-    out *= up
+def _gate(
+    workers: Workers,
+    activation: Callable[[Float32, Float32], None],
+    _: _Step,
+    gate: Float32,
+    up: Float32,
+    out: Float32,
+) -> None:
+    def part(columns: slice, _: int) -> None:
+        with np.errstate(over="ignore"):
+            activation(gate[:, columns], out[:, columns])
+        out[:, columns] *= up[:, columns]
+
+    if gate.size < _WORTH_SHARING:
+        part(slice(None), 0)
+    else:
+        workers.share(part, chunks(gate.shape[1]))
 
 
 def _add(_: _Step, a: Float32, b: Float32, out: Float32) -> None:

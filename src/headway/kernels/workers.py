@@ -1,0 +1,93 @@
+"""Threads that share one task at a time and sleep in between.
+
+OpenBLAS's own threads spin and yield at every product's end: beside a busy neighbour (the API process, a load
+generator) each yield gives a whole time slice away, and a step takes ten times as long. These wait on a lock instead,
+and take small pieces of work in turn, so that a core that is half lost costs its share and not the whole step.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """``threads`` threads, of which the caller's is one."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._others = [_Worker(number) for number in range(1, threads)]
+        weakref.finalize(self, _stop, self._others)
+
+    def share(self, task: Callable[[T, int], None], items: Sequence[T]) -> None:
+        """Call ``task(item, worker number)`` once for every item, in any order; return when all are done."""
+        turns = iter(items)
+        others = self._others[: len(items) - 1]
+        for other in others:
+            other.begin(task, turns)
+        error: BaseException | None = None
+        try:
+            _take(task, turns, 0)
+        except BaseException as mine:
+            error = mine
+        for other in others:
+            error = other.end() or error
+        if error is not None:
+            raise error
+
+
+class _Worker:
+    """One thread, its task and the two locks that hand it over."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._begun, self._ended = threading.Lock(), threading.Lock()
+        self._begun.acquire()
+        self._ended.acquire()
+        self._work: Callable[[], None] | None = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._loop, name=f"kernels-{number}", daemon=True).start()
+
+    def begin(self, task: Callable[[T, int], None], turns: Iterator[T]) -> None:
+        self._work = lambda: _take(task, turns, self._number)
+        self._begun.release()
+
+    def end(self) -> BaseException | None:
+        """Wait for the task; return what it raised."""
+        self._ended.acquire()
+        error, self._error = self._error, None
+        return error
+
+    def stop(self) -> None:
+        self._work = None
+        self._begun.release()
+
+    def _loop(self) -> None:
+        while True:
+            self._begun.acquire()
+            if self._work is None:
+                return
+            try:
+                self._work()
+            except BaseException as error:  # handed to the caller by end()
+                self._error = error
+            self._work = _idle
+            self._ended.release()
+
+
+def _take(task: Callable[[T, int], None], turns: Iterator[T], number: int) -> None:
+    for item in turns:  # next() of a list's iterator is atomic
+        task(item, number)
+
+
+def _idle() -> None:
+    raise AssertionError("woken without work")
+
+
+def _stop(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
