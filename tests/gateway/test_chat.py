@@ -123,7 +123,7 @@ def test_case_stream_stop_first(serve: Serve) -> None:
     assert plain["usage"]["completion_tokens"] == 1
 
 
-def test_empty_deltas_are_not_sent(serve: Serve) -> None:
+def test_case_stream_stop_false_held_back_text_arrives_and_empty_deltas_do_not(serve: Serve) -> None:
     def script(request: Request) -> list[Step]:
         held_back = Chunk(text="", token_ids=(1,))
         return [held_back, held_back, Chunk(text="ENA", token_ids=(2,), finish=Finish.STOP, usage=Usage())]
@@ -139,7 +139,7 @@ def test_empty_deltas_are_not_sent(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("text", ["👨‍👩‍👧 家族", "line\nbreak\r\n\u2028", 'quote " and \\ back', "\x00 null"])
-def test_any_text_survives_the_wire(serve: Serve, text: str) -> None:
+def test_case_stream_emoji_any_text_survives_the_wire(serve: Serve, text: str) -> None:
     with serve(FakeBackend(tuple(text))).client() as client:
         chunks = list(client.chat.completions.create(model="fake-1", messages=HI, stream=True))
         plain = client.chat.completions.create(model="fake-1", messages=HI)

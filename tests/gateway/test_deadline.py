@@ -98,7 +98,7 @@ def test_the_servers_own_limit_holds_without_a_header(serve: Serve) -> None:
     assert serve(FakeBackend(prefill_s=30.0), request_s=0.1).post(chat()).status_code == 504
 
 
-def test_a_hung_engine_ends_at_the_deadline(serve: Serve) -> None:
+def test_case_health_hung_streams_end_at_their_deadline(serve: Serve) -> None:
     backend = FakeBackend(hang_after=2)
     got = events(serve(backend).post(chat(stream=True), headers={"x-request-timeout-ms": "200"}).text)
     assert got[-2]["error"]["code"] == "request_timeout"

@@ -97,7 +97,7 @@ def test_the_predicted_wait_follows_recent_throughput() -> None:
     assert caught.value.retry_after_s == pytest.approx(4.0, rel=0.1)
 
 
-def test_health_is_honest(serve: Serve) -> None:
+def test_case_health_hung_is_said_honestly(serve: Serve) -> None:
     backend = FakeBackend()
     server = serve(backend)
     assert server.get("/health/live").json() == {"live": True, "reason": ""}
