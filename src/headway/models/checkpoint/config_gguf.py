@@ -74,7 +74,7 @@ def from_gguf(
             rope_scaling=_scaling(fields, freq_factors),
             rope_local_theta=fields.number("rope.freq_base_swa", 10000.0) if gemma else None,
             tied=tied,
-            attention_bias=attention_bias,
+            attention_bias=attention_bias or architecture == "qwen2",
             output_bias=output_bias,
             mlp_bias=mlp_bias,
             window=window,

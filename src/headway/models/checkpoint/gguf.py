@@ -50,6 +50,10 @@ class GGUFTensor:
             return rows
         if len(self.shape) == 1:  # a bias: each element is a row
             rows = rows.reshape(self.shape[0], -1)
+        if len(rows) % (2 * self._heads):  # only a tensor that no model reads: the others' shapes were checked
+            raise CheckpointError(
+                f"tensor {self.name!r} has {len(rows)} rows, which do not divide into {self._heads} heads"
+            )
         return rows[unpermute(len(rows), self._heads)]
 
     def float32(self) -> Float32:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import CheckpointError
+from headway.models.checkpoint.fields import short
 from headway.models.checkpoint.gguf_types import TYPES, UNREAD, BlockType
 from headway.models.checkpoint.mapped import MappedFile
 
@@ -40,13 +41,15 @@ _SCALARS = {
 _STRING = 8
 _ARRAY = 9
 
-_MOST_TENSORS = 1 << 16
+_MOST_TENSORS = 1 << 14
 _MOST_KEYS = 1 << 16
 _MOST_STRINGS = 1 << 21
 """Strings of one array; the largest vocabularies have 2**18 tokens and 2**19 merges."""
 _MOST_NUMBERS = 1 << 22
 """Numbers of one array; the longest have one per token."""
 _MOST_DIMS = 4
+_TENSOR_ROWS = {n_dims: struct.Struct(f"<{n_dims}QIQ") for n_dims in range(1, _MOST_DIMS + 1)}
+"""What follows the dimension count: dimensions, type, offset."""
 _NAME_BYTES = 1 << 10
 
 _LEAST_KEY_BYTES = 8 + 1 + 4 + 1
@@ -92,17 +95,17 @@ def read_container(file: MappedFile) -> Container:
             raise cursor.error(f"metadata key {key!r} appears twice")
         metadata[key] = cursor.value(key)
     if metadata.get("split.count", 1) != 1:
-        raise cursor.error(
-            f"it is one of {metadata['split.count']} pieces (split.count); join them with llama-gguf-split --merge"
-        )
+        pieces = short(metadata["split.count"])
+        raise cursor.error(f"it is one of {pieces} pieces (split.count); join them with llama-gguf-split --merge")
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise cursor.error(f"general.alignment is {alignment!r}; it must be a power of two")
+        raise cursor.error(f"general.alignment is {short(alignment)}; it must be a power of two")
     raw = [_tensor(cursor) for _ in range(n_tensors)]
-    names = [name for name, *_ in raw]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise cursor.error(f"tensor {twice!r} appears twice")
+    seen: set[str] = set()
+    for name, *_ in raw:
+        if name in seen:
+            raise cursor.error(f"tensor {name!r} appears twice")
+        seen.add(name)
     return Container(metadata, _place(cursor, raw, alignment))
 
 
@@ -112,12 +115,12 @@ _RawTensor = tuple[str, tuple[int, ...], BlockType, int, int]
 def _tensor(cursor: _Cursor) -> _RawTensor:
     """Return name, shape, type, offset and size of the next row of the tensor table."""
     name = cursor.name("tensor name")
-    n_dims = cursor.u32(f"dimension count of {name!r}")
+    n_dims = cursor.u32("a dimension count")
     if not 1 <= n_dims <= _MOST_DIMS:
         raise cursor.error(f"tensor {name!r} has {n_dims} dimensions; 1 to {_MOST_DIMS} are possible")
-    shape = tuple(cursor.u64(f"dimensions of {name!r}") for _ in range(n_dims))[::-1]
-    number = cursor.u32(f"type of {name!r}")
-    offset = cursor.u64(f"offset of {name!r}")
+    row = _TENSOR_ROWS[n_dims]
+    *dims, number, offset = row.unpack(cursor.take(row.size, "the tensor table"))
+    shape = tuple(reversed(dims))
     block = TYPES.get(number)
     if block is None:
         known = f"{UNREAD[number]}, which is not read" if number in UNREAD else "unknown"

@@ -92,7 +92,7 @@ def _half(blocks: Bytes, index: int) -> Float32:
 
 def _words(blocks: Bytes, start: int, stop: int) -> _Words:
     """Return bytes ``start:stop`` of each block as 64-bit words, in an array of their own."""
-    return np.ascontiguousarray(blocks[:, start:stop]).view(np.dtype("<u8"))
+    return blocks[:, start:stop].copy().view(np.dtype("<u8"))
 
 
 def _repeat(byte: int) -> np.uint64:

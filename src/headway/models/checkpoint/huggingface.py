@@ -13,6 +13,7 @@ from headway.errors import CheckpointError
 from headway.kernels.tensor import Affine, Float32
 from headway.models.checkpoint.config_hf import from_huggingface
 from headway.models.checkpoint.dense import DTYPES, dense_float32
+from headway.models.checkpoint.fields import short
 from headway.models.checkpoint.safetensors import Entry, open_directory, read_json
 from headway.models.config import ModelConfig
 
@@ -117,7 +118,7 @@ def _rename(path: Path, table: Mapping[str, Entry]) -> dict[str, Entry]:
         prefix = next((each for each in _PREFIXES if name.startswith(each)), None)
         new = name if prefix is None else _PREFIXES[prefix] + name.removeprefix(prefix)
         if new in entries:
-            raise CheckpointError(f"{str(path)!r} holds two tensors that mean {new!r}, one of them {name!r}")
+            raise CheckpointError(f"{str(path)!r} holds two tensors that mean {new!r}, one of them {short(name)}")
         entries[new] = entry
     return entries
 

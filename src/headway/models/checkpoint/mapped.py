@@ -49,8 +49,12 @@ class MappedFile:
 
     def close(self) -> None:
         """Unmap now, or when the last view goes."""
+        if self._bytes is None:
+            return
         self._bytes = None
+        data = self.data
+        del self.data
         try:
-            self.data.close()
+            data.close()
         except BufferError:
             return  # a tensor still looks at the map: its last reference unmaps

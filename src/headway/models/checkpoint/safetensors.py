@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.errors import CheckpointError
+from headway.models.checkpoint.fields import short
 from headway.models.checkpoint.mapped import MappedFile
 
 SINGLE = "model.safetensors"
@@ -32,8 +33,9 @@ DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {
 }
 """Kind and NumPy type by safetensors' name; bfloat16 comes as its 16 bits."""
 
-_MOST_HEADER_BYTES = 1 << 25
-_MOST_JSON_BYTES = 1 << 25
+_MOST_JSON_BYTES = 1 << 24
+_MOST_JSON_VALUES = 1 << 20
+_MOST_TENSORS = 1 << 16
 _MOST_DIMS = 8
 
 
@@ -61,16 +63,19 @@ def parse_json(raw: bytes, what: str) -> dict[str, Any]:
     """Return a JSON object of an untrusted file; repeated keys and NaN are refused."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-            raise ValueError(f"{twice!r} appears twice")
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"{short(key)} appears twice")
+            found[key] = value
         return found
 
     def constant(name: str) -> Any:
         raise ValueError(f"{name} is no JSON number")
 
+    # Counted before parsing: a value takes two bytes of text, but a hundred of memory.
+    if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MOST_JSON_VALUES:
+        raise CheckpointError(f"{what} holds more than {_MOST_JSON_VALUES} values, which no model needs")
     try:
         found = json.loads(raw.decode(), object_pairs_hook=unique, parse_constant=constant)
     except RecursionError:
@@ -91,10 +96,12 @@ def read_table(file: MappedFile) -> dict[str, Entry]:
     if file.size < 8:
         raise bad(f"it has {file.size} bytes; the header's length alone takes 8")
     length = int.from_bytes(file.data[:8], "little")
-    if length > _MOST_HEADER_BYTES or length > file.size - 8:
+    if length > _MOST_JSON_BYTES or length > file.size - 8:
         raise bad(f"it claims a header of {length} bytes, but has {file.size - 8}; download it again")
     header = parse_json(file.data[8 : 8 + length], f"the header of {str(file.path)!r}")
     header.pop("__metadata__", None)
+    if len(header) > _MOST_TENSORS:
+        raise bad(f"it claims {len(header)} tensors; more than {_MOST_TENSORS} are not read")
     data_start = 8 + length
     table: dict[str, Entry] = {}
     for name, row in header.items():
@@ -102,9 +109,9 @@ def read_table(file: MappedFile) -> dict[str, Entry]:
     place, last = data_start, "the header"
     for name, entry in sorted(table.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start < place:
-            raise bad(f"tensors {last!r} and {name!r} overlap")
+            raise bad(f"tensors {short(last)} and {short(name)} overlap")
         if entry.start > place:
-            raise bad(f"{entry.start - place} bytes before tensor {name!r} belong to no tensor")
+            raise bad(f"{entry.start - place} bytes before tensor {short(name)} belong to no tensor")
         place, last = entry.stop, name
     if place != file.size:
         raise bad(f"{file.size - place} bytes at its end belong to no tensor")
@@ -114,22 +121,24 @@ def read_table(file: MappedFile) -> dict[str, Entry]:
 def _entry(file: MappedFile, data_start: int, name: str, row: Any, bad: Any) -> Entry:
     """Return one row of the header, checked."""
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise bad(f"tensor {name[:200]!r} must have dtype, shape and data_offsets, and nothing else")
+        raise bad(f"tensor {short(name)} must have dtype, shape and data_offsets, and nothing else")
     known = DTYPES.get(row["dtype"]) if isinstance(row["dtype"], str) else None
     if known is None:
-        raise bad(f"tensor {name!r} has dtype {row['dtype']!r}; read are {', '.join(DTYPES)}")
+        raise bad(f"tensor {short(name)} has dtype {short(row['dtype'])}; read are {', '.join(DTYPES)}")
     shape, offsets = row["shape"], row["data_offsets"]
     if not _naturals(shape) or len(shape) > _MOST_DIMS:
-        raise bad(f"tensor {name!r} has shape {str(shape)[:80]}; it must be a list of whole numbers")
+        raise bad(f"tensor {short(name)} has shape {short(shape)}; it must be a list of whole numbers")
     if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"tensor {name!r} has data_offsets {str(offsets)[:80]}; they must be [begin, end]")
+        raise bad(f"tensor {short(name)} has data_offsets {short(offsets)}; they must be [begin, end]")
     kind, dtype = known
     start, stop = data_start + offsets[0], data_start + offsets[1]
     if stop > file.size:
-        raise bad(f"tensor {name!r} ends at byte {stop} of {file.size}; it is cut off or damaged, download it again")
+        raise bad(
+            f"tensor {short(name)} ends at byte {stop} of {file.size}; it is cut off or damaged, download it again"
+        )
     if math.prod(shape) * dtype.itemsize != stop - start:
         raise bad(
-            f"tensor {name!r} of shape {tuple(shape)} and dtype {row['dtype']} takes"
+            f"tensor {short(name)} of shape {tuple(shape)} and dtype {row['dtype']} takes"
             f" {math.prod(shape) * dtype.itemsize} bytes, but data_offsets give {stop - start}"
         )
     return Entry(file, kind, dtype, tuple(shape), start, stop)
@@ -168,12 +177,13 @@ def read_json(directory: Path, name: str) -> dict[str, Any]:
     """Return a JSON file of the directory."""
     path = local_file(directory, name)
     try:
+        nbytes = path.stat().st_size
+        if nbytes > _MOST_JSON_BYTES:
+            raise CheckpointError(f"{str(path)!r} is larger than {_MOST_JSON_BYTES} bytes, which no model needs")
         with path.open("rb") as file:
-            raw = file.read(_MOST_JSON_BYTES + 1)
+            raw = file.read(nbytes)
     except OSError as error:
         raise CheckpointError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    if len(raw) > _MOST_JSON_BYTES:
-        raise CheckpointError(f"{str(path)!r} is larger than {_MOST_JSON_BYTES} bytes, which no model needs")
     return parse_json(raw, repr(str(path)))
 
 
@@ -204,6 +214,8 @@ def _sharded(directory: Path, files: list[MappedFile]) -> dict[str, Entry]:
     table: dict[str, Entry] = {}
     for name, shard in weight_map.items():
         if name not in tables[shard]:
-            raise CheckpointError(f"{index!r} says that {name!r} is in {shard!r}, but it is not; download both again")
+            raise CheckpointError(
+                f"{index!r} says that {short(name)} is in {shard!r}, but it is not; download both again"
+            )
         table[name] = tables[shard][name]
     return table
