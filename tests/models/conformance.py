@@ -13,34 +13,12 @@ from numpy.typing import NDArray
 from headway.config import EngineConfig
 from headway.engine.runner import Runner, load_runner
 from headway.engine.work import Work
-from headway.kernels.tensor import Affine, Float32
+from headway.kernels.tensor import Float32
 from headway.models.checkpoint.config_hf import from_huggingface
 from headway.models.config import ModelConfig
+from tests.kernels.support import ArrayTensor
 
 BLOCK_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class ArrayTensor:
-    """A weight in memory."""
-
-    name: str
-    array: Float32
-    kind: str = "f32"
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.array.nbytes
-
-    def float32(self) -> Float32:
-        return self.array.copy()
-
-    def affine(self) -> Affine | None:
-        return None
 
 
 @dataclass(frozen=True)
