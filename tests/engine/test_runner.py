@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.config import EngineConfig
-from headway.engine.runner import PoolSize, Runner, Work, load_runner, pack
+from headway.engine.runner import PoolSize, Runner, load_runner, pack
+from headway.engine.work import Work
 from headway.errors import CheckpointError, ConfigError
 from headway.kernels.machine import Finding
 from headway.models import architectures, load

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.engine.runner import Work, pack
+from headway.engine.runner import pack
+from headway.engine.work import Work
 from headway.kernels.ops import Batch, Kernels, Ops, Program, Value
 from headway.kernels.plan import Recorder, record
 from headway.kernels.tensor import Affine, Float32

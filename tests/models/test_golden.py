@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 from headway.config import EngineConfig
-from headway.engine.runner import Runner, Work, load_runner
+from headway.engine.runner import Runner, load_runner
+from headway.engine.work import Work
 from headway.models.checkpoint import open_checkpoint
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
