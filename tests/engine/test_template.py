@@ -144,7 +144,8 @@ _HOSTILE = {
     "self": "{{ self._TemplateReference__context }}",
     "loop of 10^9": "{% for i in range(10**9) %}{% endfor %}",
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loops that continue": "{% for i in range(99999) %}" * 2 + "{% continue %}{% endfor %}{% continue %}{% endfor %}",
+    "loops that continue": "{% set r = range(99999) %}"
+    "{% for i in r %}{% for j in r %}{% continue %}{% endfor %}{% continue %}{% endfor %}",
     "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
     "text times number": "{{ 'a' * 10**10 }}",
     "number times list": "{% set x = 10**10 * ['a'] %}",
@@ -205,7 +206,7 @@ def test_texts_that_are_held_without_being_printed_are_bounded() -> None:
 
 @pytest.mark.parametrize("name", ["adding", "joining by tilde", "capturing", "replace filter", "json of json"])
 def test_growth_is_refused_by_its_size_long_before_time_or_memory_end(name: str) -> None:
-    with pytest.raises(TemplateError, match="makes a text of [0-9]{7} characters"):
+    with pytest.raises(TemplateError, match=r"makes a text of \d{7} characters"):
         ChatTemplate({"default": _HOSTILE[name]})
 
 
