@@ -180,6 +180,10 @@ _HOSTILE = {
     "bytes": "{{ (1).to_bytes(10**10) }}",
     "join": "{{ (['" + "a" * 1000 + "'] * 100000) | join }}",
     "lazy map": "{{ range(99999) | map('string') | map('center', 9000) | join }}",
+    "lazy default": "{% set x = 'a' * 900000 %}{{ range(99999) | map(attribute='q', default=x) | join }}",
+    "lazy default method": "{% set x = 'a' * 900000 %}{{ ''.join(range(99999) | map(attribute='q', default=x)) }}",
+    "lazy attribute": "{% set x = {'y': 'a' * 900000} %}"
+    "{{ range(99999) | map(attribute='q', default=x) | join(attribute='y') }}",
     "time format": "{{ strftime_now('%1000000000Y') }}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "endless macro": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
@@ -204,7 +208,10 @@ def test_texts_that_are_held_without_being_printed_are_bounded() -> None:
         ChatTemplate({"default": _HOSTILE["lazy map"]}, time_limit_s=60)
 
 
-@pytest.mark.parametrize("name", ["adding", "joining by tilde", "capturing", "replace filter", "json of json"])
+@pytest.mark.parametrize(
+    "name",
+    ["adding", "joining by tilde", "capturing", "lazy default", "lazy attribute", "replace filter", "json of json"],
+)
 def test_growth_is_refused_by_its_size_long_before_time_or_memory_end(name: str) -> None:
     with pytest.raises(TemplateError, match=r"makes a text of \d{7} characters"):
         ChatTemplate({"default": _HOSTILE[name]})
