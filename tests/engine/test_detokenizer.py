@@ -99,6 +99,7 @@ def test_only_a_text_of_its_own_loses_its_first_space() -> None:
     hello = tiny.spm().encode("hello", add_special_tokens=False)
     assert _pieces(tiny.spm(), [hello]) == [" hello", ""]
     assert _pieces(tiny.spm(), [hello], strip_first_space=True) == ["hello", ""]
+    assert _pieces(tiny.spm(), [hello, hello], strip_first_space=True) == ["hello", " hello", ""]
     assert tiny.spm().decode(hello) == "hello"
 
 

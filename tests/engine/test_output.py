@@ -171,6 +171,15 @@ def test_any_chunking_gives_the_text_before_the_first_stop_string(
     assert (shown, choice.stop) == (want, reason)
 
 
+def test_a_broken_match_falls_back_as_far_as_it_must() -> None:
+    matcher = StopMatcher(["aaab"])
+    held = []
+    for char in "aaacaaab":
+        hit = matcher.feed(char)
+        held.append(matcher.held_chars)
+    assert (held, hit) == ([1, 2, 3, 0, 1, 2, 3, 0], (1, "aaab"))
+
+
 def test_matching_takes_time_linear_in_the_text() -> None:
     matcher = StopMatcher(["a" * 1000 + "b"])
     for _ in range(200):

@@ -144,6 +144,8 @@ _HOSTILE = {
     "self": "{{ self._TemplateReference__context }}",
     "loop of 10^9": "{% for i in range(10**9) %}{% endfor %}",
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops that continue": "{% set r = range(99999) %}"
+    "{% for i in r %}{% for j in r %}{% continue %}{% endfor %}{% continue %}{% endfor %}",
     "filtered loops": "{% for i in range(99999) %}{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
     "text times number": "{{ 'a' * 10**10 }}",
     "number times list": "{% set x = 10**10 * ['a'] %}",
@@ -160,6 +162,10 @@ _HOSTILE = {
     "format filter": _doubling("'%s%s' | format(ns.x, ns.x)"),
     "format method": _doubling("'{0}{0}'.format(ns.x)"),
     "shared lists": _doubling("[ns.x, ns.x]") + "{{ ns.x }}",
+    "comparing shared lists": _doubling("[ns.x, ns.x]")
+    + "{% set a = ns.x %}"
+    + _doubling("[ns.x, ns.x]")
+    + "{{ a == ns.x }}",
     "shared dicts": _doubling("{'a': ns.x, 'b': ns.x}") + "{{ ns.x | tojson }}",
     "shared namespaces": _doubling("namespace(a=ns.x, b=ns.x)") + "{{ ns.x }}",
     "wide format": "{{ '%10000000000d' % 1 }}{{ '{:10000000000}'.format(1) }}",
@@ -174,6 +180,10 @@ _HOSTILE = {
     "bytes": "{{ (1).to_bytes(10**10) }}",
     "join": "{{ (['" + "a" * 1000 + "'] * 100000) | join }}",
     "lazy map": "{{ range(99999) | map('string') | map('center', 9000) | join }}",
+    "lazy default": "{% set x = 'a' * 900000 %}{{ range(99999) | map(attribute='q', default=x) | join }}",
+    "lazy default method": "{% set x = 'a' * 900000 %}{{ ''.join(range(99999) | map(attribute='q', default=x)) }}",
+    "lazy attribute": "{% set x = {'y': 'a' * 900000} %}"
+    "{{ range(99999) | map(attribute='q', default=x) | join(attribute='y') }}",
     "time format": "{{ strftime_now('%1000000000Y') }}",
     "macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "endless macro": "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
@@ -187,9 +197,24 @@ _HOSTILE = {
 @pytest.mark.parametrize("name", _HOSTILE)
 def test_chat_template_hostile(name: str) -> None:
     started = time.monotonic()
-    with pytest.raises(TemplateError, match="chat template"):
+    with pytest.raises(TemplateError, match="chat template") as caught:
         ChatTemplate({"default": _HOSTILE[name]}, time_limit_s=0.2)
+    assert "MemoryError" not in caught.value.message, "the memory was asked for"
     assert time.monotonic() - started < 10
+
+
+def test_texts_that_are_held_without_being_printed_are_bounded() -> None:
+    with pytest.raises(TemplateError, match="makes texts of more than"):
+        ChatTemplate({"default": _HOSTILE["lazy map"]}, time_limit_s=60)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adding", "joining by tilde", "capturing", "lazy default", "lazy attribute", "replace filter", "json of json"],
+)
+def test_growth_is_refused_by_its_size_long_before_time_or_memory_end(name: str) -> None:
+    with pytest.raises(TemplateError, match=r"makes a text of \d{7} characters"):
+        ChatTemplate({"default": _HOSTILE[name]})
 
 
 def test_bounds_hold_in_any_thread_and_side_by_side() -> None:

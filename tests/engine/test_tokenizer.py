@@ -85,6 +85,14 @@ def test_token_bytes_of_control_byte_and_unknown_ids() -> None:
     assert tokenizer.decode([10**9]) == ""
 
 
+def test_an_added_token_is_its_own_text_even_in_letters_of_the_byte_alphabet() -> None:
+    metadata = tiny.bpe_metadata()
+    tokens = ["<é>", *metadata["tokenizer.ggml.tokens"][1:]]
+    tokenizer = Tokenizer(read_gguf(metadata | {"tokenizer.ggml.tokens": tokens}))
+    assert tokenizer.encode("<é>", allow_special=True) == [0]
+    assert tokenizer.token_bytes(0) == "<é>".encode()
+
+
 def test_fingerprint_depends_on_content_alone() -> None:
     metadata = tiny.bpe_metadata()
     same = Tokenizer(read_gguf(metadata | {"general.name": "other"}))

@@ -98,6 +98,7 @@ def test_gemma_merges_by_position_and_spells_runs_of_spaces() -> None:
     tokenizer = Tokenizer(read_gguf(metadata | {"general.architecture": "gemma3"}))
     assert tokenizer.encode("  a") == [1, 3], "the run of spaces has no true score, but stands first"
     assert tokenizer.decode([1, 3]) == "  a"
+    assert tokenizer._vocabulary.tokens[1] == "▁▁"
 
 
 def test_text_never_merges_into_a_control_or_byte_token() -> None:

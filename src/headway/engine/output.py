@@ -154,8 +154,6 @@ class ChoiceText:
             if end > shown and not (self.ended and start < shown):
                 break
             released.append(self._waiting.popleft()[2])
-        if self.ended:
-            self._waiting.clear()
 
 
 def to_token_logprob(tokenizer: Tokenizer, logprobs: Logprobs) -> TokenLogprob:

@@ -118,6 +118,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, int | float | bytes):
             raise TemplateRefused(f"it calls {type(owner).__name__}.{method}()")
         if isinstance(owner, str):
+            if method == "join" and args:
+                args = (_drained(args[0]), *args[1:])
             _check_growth(method, owner, args, kwargs)
         return budget.check(super().call(__context, __obj, *args, **kwargs))
 
@@ -226,8 +228,23 @@ def _check_replace(text: str, args: tuple[Any, ...]) -> None:
 
 def _check_join(separator: str, parts: Any) -> None:
     if isinstance(parts, list | tuple | Mapping | str):
-        texts = sum(len(part) for part in parts if isinstance(part, str))
-        current().check_chars(texts + len(separator) * len(parts))
+        budget = current()
+        texts = len(parts) if isinstance(parts, str) else budget.weigh(parts)
+        budget.check_chars(texts + len(separator) * len(parts))
+
+
+def _drained(parts: Any) -> Any:
+    """Return the parts of a generator as a list: each could be the same long text, so they are weighed one by one."""
+    if not isinstance(parts, Iterator):
+        return parts
+    budget = current()
+    drained: list[Any] = []
+    chars = 0
+    for part in parts:
+        chars += budget.weigh(part)
+        budget.check_chars(chars)
+        drained.append(part)
+    return drained
 
 
 def _check_parts(parts: list[Any], times: int) -> None:
@@ -245,6 +262,9 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget.tick()
         operands = args[skip:]
         value, rest = (operands[0], operands[1:]) if operands else (None, ())
+        if name == "join":
+            value = _drained(value)
+            args = (*args[:skip], value, *rest)
         _check_filter(name, value, [*rest, *kwargs.values()])
         return budget.check(function(*args, **kwargs))
 
