@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from headway.errors import ConfigError
 from headway.kernels import machine
 from headway.kernels.ops import Kernels
 
 
-def pick_kernels(name: str, threads: int | None = None) -> Kernels:
+def pick_kernels(name: str, threads: int | None = None, isa: str = "") -> Kernels:
     """Return an implementation: ``auto`` is the fastest here; raises ConfigError when the named one is missing.
 
     ``threads`` None takes what the affinity mask and the cgroup allow.
@@ -17,18 +19,38 @@ def pick_kernels(name: str, threads: int | None = None) -> Kernels:
     if threads is None:
         threads = machine.usable_threads().value
     match name:
-        case "auto" | "reference":
-            from headway.kernels.reference import ReferenceKernels
-
-            # Our threads share each product; where NumPy's BLAS cannot be told to use one, it does the sharing.
-            return ReferenceKernels(threads if machine.set_threads(1) else 1)
+        case "auto":
+            return _native(threads, isa) if has_native() else _reference(threads)
+        case "reference":
+            return _reference(threads)
         case "cpu":
-            raise ConfigError(
-                "engine.kernels is 'cpu', but this build has no native library; use 'auto' or 'reference' (NumPy)"
-            )
+            if not has_native():
+                raise ConfigError(
+                    "engine.kernels is 'cpu', but this installation has no native library (built with HEADWAY_NATIVE=0);"
+                    " install it again with a C++ compiler, or use 'reference' (NumPy)"
+                )
+            return _native(threads, isa)
         case "cuda":
             raise ConfigError(
-                "engine.kernels is 'cuda', but this build has no CUDA kernels; use 'auto' or 'reference' (NumPy)"
+                "engine.kernels is 'cuda', but this build has no CUDA kernels; use 'auto', 'cpu' or 'reference' (NumPy)"
             )
         case _:
             raise ConfigError(f"unknown engine.kernels {name!r}: auto, cpu, cuda or reference")
+
+
+def has_native() -> bool:
+    """Whether the native library was built."""
+    return find_spec("headway.kernels.cpu._native") is not None
+
+
+def _native(threads: int, isa: str) -> Kernels:
+    from headway.kernels.cpu import NativeKernels
+
+    return NativeKernels(threads, isa)
+
+
+def _reference(threads: int) -> Kernels:
+    from headway.kernels.reference import ReferenceKernels
+
+    machine.set_threads(threads)
+    return ReferenceKernels(threads)

@@ -10,6 +10,7 @@ import numpy as np
 
 from headway.errors import CheckpointError
 from headway.kernels.ops import Call, Plan
+from headway.kernels.plan import weight_shapes
 from headway.kernels.tensor import Float32, Tensor
 
 
@@ -90,17 +91,15 @@ def place_values(groups: Sequence[Group]) -> tuple[dict[int, Place], list[int]]:
 
 def load_weights(
     groups: Iterable[Group],
-    weight: Callable[[str], Tensor],
-    shapes: Mapping[str, tuple[int | None, ...]],
+    tensors: Mapping[str, Tensor],
     threads: int,
 ) -> dict[str, Float32]:
-    """Return all weights in float32, joined ones under ``Group.weight``; raises CheckpointError on a wrong shape."""
+    """Return all weights in float32, joined ones under ``Group.weight``."""
     names = dict.fromkeys(
         tuple(call.weights[which] for call in group.calls)
         for group in groups
         for which in range(len(group.calls[0].weights))
     )
-    tensors = {name: _checked(weight(name), shape) for name, shape in shapes.items()}
 
     def load(joined: tuple[str, ...]) -> Float32:
         if len(joined) == 1:
@@ -117,6 +116,11 @@ def load_weights(
     ordered = sorted(names, key=lambda joined: -sum(tensors[name].nbytes for name in joined))
     with ThreadPoolExecutor(threads, "load") as workers:
         return {"+".join(joined): array for joined, array in zip(ordered, workers.map(load, ordered), strict=True)}
+
+
+def checked_tensors(plan: Plan, weight: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """Return every weight that the Plan reads, by name; raises CheckpointError on a wrong shape."""
+    return {name: _checked(weight(name), shape) for name, shape in weight_shapes(plan).items()}
 
 
 def _checked(tensor: Tensor, shape: tuple[int | None, ...]) -> Tensor:

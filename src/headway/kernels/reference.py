@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.kernels import paged
-from headway.kernels.arrange import Group, group_calls, load_weights, place_values
+from headway.kernels.arrange import Group, checked_tensors, group_calls, load_weights, place_values
 from headway.kernels.ops import Batch, Int32, KVLayout, Plan, Program, Rope
-from headway.kernels.plan import weight_shapes
 from headway.kernels.tensor import Float32, Tensor
 from headway.kernels.workers import Workers
 
@@ -156,7 +155,7 @@ class _Program:
         self, plan: Plan, weight: Callable[[str], Tensor], n_blocks: int, block_tokens: int, threads: int
     ) -> None:
         groups = group_calls(plan)
-        self._weights = load_weights(groups, weight, weight_shapes(plan), threads)
+        self._weights = load_weights(groups, checked_tensors(plan, weight), threads)
         self._block_tokens = block_tokens
         shape = (plan.kv.layers, n_blocks, plan.kv.kv_heads, block_tokens, plan.kv.head_width)
         # Zeros, not uninitialised: masked keys are multiplied by 0, and 0 x NaN is NaN.

@@ -1,0 +1,92 @@
+// What every instruction set provides: a table of plain functions over rows, strips and blocks. No Python, no threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace headway {
+
+constexpr int STRIP = 16;  // output channels that lie interleaved
+
+enum class Kind : int32_t {
+    q4 = 4,    // unsigned 4-bit codes
+    q8 = 8,    // unsigned 8-bit codes
+    bf16 = 16,
+    f32 = 32,
+};
+
+// A weight [n, k], repacked: strips of 16 output channels, each one linear stream over k.
+//   q4, q8: per group of k the codes (64-byte lines of 16 channels x 4 k; q4 holds the next 4 k in the high nibbles),
+//           then 16 scales, then 16 minima if there are any, both in half precision times 2^-shift
+//   bf16, f32: per k the 16 channels
+// Channels past n are zero. W[n, k] = scale * (code - zero) + minimum.
+struct Weight {
+    Kind kind;
+    int32_t n, k, group, zero, has_min;
+    float rescale;        // 2^shift: scales are stored divided by it, so that half precision suffices
+    int64_t strip_bytes;  // bytes from one strip to the next
+    uint8_t* data;
+
+    int32_t strips() const { return (n + STRIP - 1) / STRIP; }
+};
+
+// Rows of activations, quantized to signed 8 bits per row and group.
+struct Quantized {
+    int8_t* codes;   // [rows, k]
+    float* scales;   // [rows, k / group], times the weight's rescale
+    int32_t* sums;   // [rows, k / group] sum of the codes
+};
+
+struct Heads {
+    int32_t heads, kv_heads, width;
+    float scale, softcap;  // softcap 0: none
+    int32_t window;        // 0: none
+};
+
+// One layer's part of the KV pool: K as [block, kv_head, width, block_tokens], V as [block, kv_head, block_tokens, width].
+struct Layer {
+    uint16_t *k, *v;
+    int32_t block_tokens;
+};
+
+constexpr int SPAN = 128;  // tokens of context that are summed apart, whatever the batch; a multiple of every block size
+
+// Running softmax over a part of the context: largest score, sum of exponentials, weighted sum of V.
+struct Partial {
+    float largest, total;
+};
+
+struct Kernels {
+    const char* name;
+    void (*quantize)(const float* x, int k, int group, float rescale, int8_t* codes, float* scales, int32_t* sums);
+    // out[row, n] = x . W[n] + bias[n] for the strips [first, last) of all rows
+    void (*linear_quantized)(const Weight&, int first, int last, const Quantized&, int rows, float* out, int64_t stride,
+                             const float* bias);
+    void (*linear_float)(const Weight&, int first, int last, const float* x, int64_t x_stride, int rows, float* out,
+                         int64_t stride, const float* bias);
+    void (*embed)(const Weight&, int row, float scale, float* out);
+    void (*rms_norm)(const float* x, const float* weight, float* out, int heads, int width, float eps);
+    void (*rotate)(const float* x, const float* cos, const float* sin, float* out, int heads, int width);
+    void (*gate)(const float* gate, const float* up, float* out, int width, int gelu);
+    void (*add)(const float* a, const float* b, float* out, int width);
+    // Store one row's K and V at a place of a block.
+    void (*store_kv)(const Layer&, const Heads&, int block, int offset, const float* k, const float* v);
+    // Query rows [first_position, first_position + rows) of one sequence, one KV head, keys of one span of the context:
+    // q and out are [rows, group * width] with strides; out gets the weighted sums, state one Partial per row and head.
+    void (*attend_span)(const Layer&, const Heads&, const int32_t* table, int kv_head, int span, const float* q,
+                        int64_t q_stride, int rows, int first_position, float* out, int64_t out_stride, Partial* state,
+                        int64_t state_stride);
+    // acc (+) part, both over `width` values
+    void (*merge)(Partial* acc, float* acc_values, const Partial* part, const float* values, int width);
+    void (*finish)(const Partial* acc, float* values, int width);  // divide by the total
+    void (*softcap)(float* x, int64_t count, float cap);
+};
+
+extern const Kernels scalar_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels, avx2_vnni_kernels, avx512_kernels;
+#elif defined(__aarch64__)
+extern const Kernels neon_kernels;
+#endif
+
+}  // namespace headway

@@ -1,0 +1,415 @@
+#include "program.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <new>
+
+namespace headway {
+namespace {
+
+constexpr int64_t WORTH = 24 * 1024;  // multiply-adds (or as much other work) from which waking a thread pays
+constexpr int CHUNK_ROWS = 16;        // query rows of a prefill that share a conversion of K and V
+
+uint16_t to_half(float value) {  // to nearest, ties to even; the callers keep values inside the range
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    uint32_t sign = bits >> 16 & 0x8000;
+    int32_t exponent = (int32_t)(bits >> 23 & 0xff) - 112;
+    uint32_t mantissa = bits & 0x7fffff;
+    if (exponent >= 31) return (uint16_t)(sign | 0x7bff);
+    if (exponent <= 0) {
+        if (exponent < -10) return (uint16_t)sign;
+        mantissa |= 0x800000;
+        int shift = 14 - exponent;
+        uint32_t half = mantissa >> shift, rest = mantissa & ((1u << shift) - 1), middle = 1u << (shift - 1);
+        half += rest > middle || (rest == middle && (half & 1));
+        return (uint16_t)(sign | half);
+    }
+    uint32_t half = (uint32_t)exponent << 10 | mantissa >> 13, rest = mantissa & 0x1fff;
+    half += rest > 0x1000 || (rest == 0x1000 && (half & 1));
+    return (uint16_t)(sign | half);
+}
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+Program::Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width)
+    : kernels_(kernels), pool_(threads), layers_(layers), block_tokens_(block_tokens), kv_heads_(kv_heads), width_(width) {
+    const int64_t one = (int64_t)n_blocks * kv_heads * block_tokens * width;
+    kv_bytes_ = 2 * one * layers * (int64_t)sizeof(uint16_t);
+    kv_ = allocate(kv_bytes_);  // zero pages, backed by memory as they are touched
+    for (int layer = 0; layer < layers; layer++) {
+        uint16_t* k = (uint16_t*)kv_ + 2 * one * layer;
+        pool_layers_.push_back({k, k + one, block_tokens});
+    }
+}
+
+Program::~Program() {
+    for (auto& [data, bytes] : maps_) munmap(data, (size_t)bytes);
+}
+
+uint8_t* Program::allocate(int64_t bytes) {
+    bytes = (bytes + 4095) / 4096 * 4096;
+    void* data = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    maps_.emplace_back((uint8_t*)data, bytes);
+    return (uint8_t*)data;
+}
+
+int Program::add_quantized(int n, int k, int group, int bits, int zero, const uint8_t* codes, const float* scale,
+                           const float* minimum) {
+    Weight w{};
+    w.kind = bits == 4 ? Kind::q4 : Kind::q8;
+    w.n = n, w.k = k, w.group = group, w.zero = zero, w.has_min = minimum != nullptr;
+    const int groups = k / group, line_k = bits == 4 ? 8 : 4;
+    const int64_t group_bytes = (int64_t)group / line_k * 64 + 32 + (minimum ? 32 : 0);
+    w.strip_bytes = group_bytes * groups;
+    // A power of two brings the largest scale near the top of half precision's range: none is subnormal in practice.
+    float most = 0;
+    for (int64_t i = 0; i < (int64_t)n * groups; i++) {
+        most = std::max(most, std::fabs(scale[i]));
+        if (minimum) most = std::max(most, std::fabs(minimum[i]));
+    }
+    int shift = 0;
+    if (most > 0 && std::isfinite(most)) {
+        std::frexp(most, &shift);
+        shift -= 15;
+    }
+    w.rescale = std::ldexp(1.0f, shift);
+    const float down = std::ldexp(1.0f, -shift);
+    w.data = allocate(w.strip_bytes * w.strips());
+    weight_bytes_ += w.strip_bytes * w.strips();
+    pool_.run(w.strips(), [&](int strip, int) {
+        uint8_t* p = w.data + strip * w.strip_bytes;
+        const int channels = std::min(STRIP, n - strip * STRIP);
+        for (int g = 0; g < groups; g++) {
+            for (int c = 0; c < channels; c++) {
+                const uint8_t* row = codes + (int64_t)(strip * STRIP + c) * k + (int64_t)g * group;
+                for (int i = 0; i < group; i += line_k) {
+                    uint8_t* line = p + i / line_k * 64 + 4 * c;
+                    for (int j = 0; j < 4; j++)
+                        line[j] = bits == 4 ? (uint8_t)(row[i + j] | row[i + j + 4] << 4) : row[i + j];
+                }
+            }
+            // Channels past n have codes 0 and scale 0.
+            uint16_t* scales = (uint16_t*)(p + (int64_t)group / line_k * 64);
+            for (int c = 0; c < channels; c++) {
+                const int64_t from = (int64_t)(strip * STRIP + c) * groups + g;
+                scales[c] = to_half(scale[from] * down);
+                if (minimum) scales[STRIP + c] = to_half(minimum[from] * down);
+            }
+            p += group_bytes;
+        }
+    });
+    weights_.push_back(w);
+    return (int)weights_.size() - 1;
+}
+
+int Program::add_dense(int n, int k, const float* f32, const uint16_t* bf16) {
+    Weight w{};
+    w.kind = bf16 ? Kind::bf16 : Kind::f32;
+    w.n = n, w.k = k, w.rescale = 1;
+    const int size = bf16 ? 2 : 4;
+    w.strip_bytes = (int64_t)k * STRIP * size;
+    w.data = allocate(w.strip_bytes * w.strips());
+    weight_bytes_ += w.strip_bytes * w.strips();
+    pool_.run(w.strips(), [&](int strip, int) {
+        uint8_t* p = w.data + strip * w.strip_bytes;
+        for (int c = 0; c < std::min(STRIP, n - strip * STRIP); c++) {
+            const int64_t row = (int64_t)(strip * STRIP + c) * k;
+            for (int i = 0; i < k; i++) {
+                if (bf16)
+                    ((uint16_t*)p)[i * STRIP + c] = bf16[row + i];
+                else
+                    ((float*)p)[i * STRIP + c] = f32[row + i];
+            }
+        }
+    });
+    weights_.push_back(w);
+    return (int)weights_.size() - 1;
+}
+
+int Program::add_vector(int n, const float* values) {
+    vectors_.emplace_back(values, values + n);
+    return (int)vectors_.size() - 1;
+}
+
+int Program::add_rope(int half, const float* inverse_frequencies, float factor) {
+    ropes_.push_back({{inverse_frequencies, inverse_frequencies + half}, factor, {}, {}});
+    return (int)ropes_.size() - 1;
+}
+
+void Program::set_profile(bool on) {
+    profiling_ = on;
+    profile_ = {};
+}
+
+void Program::reserve(int rows) {
+    if (rows <= reserved_) return;
+    buffers_.resize(widths_.size());
+    for (size_t i = 0; i < widths_.size(); i++) buffers_[i].resize((size_t)widths_[i] * rows + STRIP);
+    int64_t codes = 0, groups = 0;
+    for (const Weight& w : weights_) {
+        codes = std::max<int64_t>(codes, w.k);
+        if (w.group) groups = std::max<int64_t>(groups, w.k / w.group);
+    }
+    codes_.resize((size_t)(codes * rows) + 64);
+    scales_.resize((size_t)(groups * rows));
+    sums_.resize((size_t)(groups * rows));
+    gathered_.resize((size_t)(codes * rows));
+    reserved_ = rows;
+}
+
+void Program::over_rows(int rows, int64_t cost, const std::function<void(int)>& task) {
+    if (rows == 1 || cost * rows < WORTH) {
+        for (int row = 0; row < rows; row++) task(row);
+        return;
+    }
+    const int parts = std::min(rows, 4 * pool_.threads());
+    pool_.run(parts, [&](int part, int) {
+        for (int row = (int)((int64_t)rows * part / parts); row < (int64_t)rows * (part + 1) / parts; row++) task(row);
+    });
+}
+
+void Program::product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
+                      const float* bias) {
+    const bool quantized = w.kind == Kind::q4 || w.kind == Kind::q8;
+    Quantized q{codes_.data(), scales_.data(), sums_.data()};
+    if (quantized) {
+        const int groups = w.k / w.group;
+        over_rows(rows, w.k, [&](int row) {
+            kernels_.quantize(x + row * x_stride, w.k, w.group, w.rescale, q.codes + (int64_t)row * w.k,
+                              q.scales + (int64_t)row * groups, q.sums + (int64_t)row * groups);
+        });
+    }
+    const int strips = w.strips();
+    // Parts of about 64 KB of weights, so that a slow core leaves the others most of the work; few for small products.
+    int64_t bytes = w.strip_bytes * strips;
+    int parts = (int)std::min<int64_t>(strips, std::max<int64_t>(2 * pool_.threads(), bytes / (64 * 1024)));
+    if ((int64_t)w.n * w.k * rows < WORTH) parts = 1;
+    pool_.run(parts, [&](int part, int) {
+        const int first = (int)((int64_t)strips * part / parts), last = (int)((int64_t)strips * (part + 1) / parts);
+        if (quantized)
+            kernels_.linear_quantized(w, first, last, q, rows, out, stride, bias);
+        else
+            kernels_.linear_float(w, first, last, x, x_stride, rows, out, stride, bias);
+    });
+}
+
+void Program::tables_of_ropes(const Batch& batch) {
+    for (RopeTable& rope : ropes_) {
+        const int half = (int)rope.inverse.size();
+        rope.cos.resize((size_t)half * batch.rows);
+        rope.sin.resize((size_t)half * batch.rows);
+        over_rows(batch.rows, 32 * half, [&](int row) {
+            for (int i = 0; i < half; i++) {
+                const float angle = (float)batch.positions[row] * rope.inverse[i];
+                rope.cos[(size_t)row * half + i] = std::cos(angle) * rope.factor;
+                rope.sin[(size_t)row * half + i] = std::sin(angle) * rope.factor;
+            }
+        });
+    }
+}
+
+void Program::run(const Batch& batch, float* logits) {
+    reserve(batch.rows);
+    tables_of_ropes(batch);
+    const int rows = batch.rows;
+    for (const Node& n : nodes_) {
+        auto began = profiling_ ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point{};
+        float* out = n.op == Op::head ? nullptr : at(n.out);
+        const int64_t so = n.op == Op::head ? 0 : stride(n.out);
+        switch (n.op) {
+            case Op::embed:
+                over_rows(rows, n.width * 4, [&](int row) {
+                    kernels_.embed(weights_[n.weight], batch.token_ids[row], n.value, out + row * so);
+                });
+                break;
+            case Op::rms_norm: {
+                const float *x = at(n.a), *weight = vectors_[n.weight].data();
+                const int64_t sx = stride(n.a);
+                over_rows(rows, n.width * n.heads, [&](int row) {
+                    kernels_.rms_norm(x + row * sx, weight, out + row * so, n.heads, n.width, n.value);
+                });
+                break;
+            }
+            case Op::linear:
+                product(weights_[n.weight], at(n.a), stride(n.a), rows, out, so,
+                        n.bias < 0 ? nullptr : vectors_[n.bias].data());
+                break;
+            case Op::rope: {
+                const float* x = at(n.a);
+                const int64_t sx = stride(n.a);
+                const RopeTable& rope = ropes_[n.weight];
+                const int64_t half = n.width / 2;
+                over_rows(rows, n.width * n.heads, [&](int row) {
+                    kernels_.rotate(x + row * sx, rope.cos.data() + row * half, rope.sin.data() + row * half,
+                                    out + row * so, n.heads, n.width);
+                });
+                break;
+            }
+            case Op::attend:
+                attend(n, batch);
+                break;
+            case Op::gate:
+            case Op::add: {
+                const float *a = at(n.a), *b = at(n.b);
+                const int64_t sa = stride(n.a), sb = stride(n.b);
+                over_rows(rows, n.op == Op::gate ? n.width * 8 : n.width, [&](int row) {
+                    if (n.op == Op::gate)
+                        kernels_.gate(a + row * sa, b + row * sb, out + row * so, n.width, n.flag);
+                    else
+                        kernels_.add(a + row * sa, b + row * sb, out + row * so, n.width);
+                });
+                break;
+            }
+            case Op::head:
+                head(n, batch, logits);
+                break;
+        }
+        if (profiling_) {
+            std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
+            profile_.seconds[(int)n.op] += spent.count();
+            profile_.calls[(int)n.op]++;
+        }
+    }
+}
+
+void Program::attend(const Node& n, const Batch& batch) {
+    const Layer& layer = pool_layers_[n.layer];
+    const float *k = at(n.b), *v = at(n.c);
+    const int64_t sk = stride(n.b), sv = stride(n.c);
+    for (int s = 0; s < batch.sequences; s++) {
+        const int32_t* table = batch.tables + (int64_t)s * batch.table_width;
+        const int first = batch.starts[s], rows = batch.starts[s + 1] - first;
+        over_rows(rows, 2 * n.shape.kv_heads * n.shape.width, [&](int row) {
+            const int position = batch.positions[first + row];
+            kernels_.store_kv(layer, n.shape, table[position / block_tokens_], position % block_tokens_,
+                              k + (first + row) * sk, v + (first + row) * sv);
+        });
+    }
+    std::vector<int> decodes;
+    for (int s = 0; s < batch.sequences; s++) {
+        if (batch.starts[s + 1] - batch.starts[s] == 1)
+            decodes.push_back(s);
+        else
+            attend_chunk(n, batch, s);
+    }
+    if (!decodes.empty()) attend_decodes(n, batch, decodes);
+}
+
+// One row each: the parts are (sequence, KV head, span), so that even a single sequence keeps all threads busy.
+void Program::attend_decodes(const Node& n, const Batch& batch, const std::vector<int>& sequences) {
+    const Heads& h = n.shape;
+    const Layer& layer = pool_layers_[n.layer];
+    const int group = h.heads / h.kv_heads, count = (int)sequences.size();
+    std::vector<int> offset(count + 1, 0);  // first span of each sequence among all
+    std::vector<std::pair<int, int>> owner;
+    int64_t context = 0;
+    for (int i = 0; i < count; i++) {
+        const int length = batch.lengths[sequences[i]];
+        const int from = h.window ? std::max(0, length - h.window) / SPAN : 0, to = ceil_div(length, SPAN);
+        offset[i + 1] = offset[i] + (to - from);
+        for (int span = from; span < to; span++) owner.emplace_back(i, span);
+        context += length;
+    }
+    const int spans = offset[count];
+    parts_.resize((size_t)spans * h.heads);
+    part_values_.resize((size_t)spans * h.heads * h.width);
+    const float* q = at(n.a);
+    float* out = at(n.out);
+    const int64_t sq = stride(n.a), so = stride(n.out);
+    const int tasks = spans * h.kv_heads;
+    auto one = [&](int task, int) {
+        const int place = task / h.kv_heads, kv = task % h.kv_heads;
+        const auto [i, span] = owner[place];
+        const int s = sequences[i], row = batch.starts[s];
+        const int64_t at_head = (int64_t)place * h.heads + (int64_t)kv * group;
+        kernels_.attend_span(layer, h, batch.tables + (int64_t)s * batch.table_width, kv, span,
+                             q + row * sq + (int64_t)kv * group * h.width, sq, 1, batch.positions[row],
+                             part_values_.data() + at_head * h.width, 0, parts_.data() + at_head, 0);
+    };
+    const bool share = context * h.heads * h.width * 2 >= WORTH;
+    if (share)
+        pool_.run(tasks, one);
+    else
+        for (int task = 0; task < tasks; task++) one(task, 0);
+    over_rows(count, (int64_t)h.heads * h.width * 4, [&](int i) {
+        const int row = batch.starts[sequences[i]];
+        for (int head = 0; head < h.heads; head++) {
+            Partial total{0, 0};
+            float* values = out + row * so + (int64_t)head * h.width;
+            for (int place = offset[i]; place < offset[i + 1]; place++) {
+                const int64_t at_head = (int64_t)place * h.heads + head;
+                kernels_.merge(&total, values, &parts_[at_head], part_values_.data() + at_head * h.width, h.width);
+            }
+            kernels_.finish(&total, values, h.width);
+        }
+    });
+}
+
+// Many rows of one sequence: the parts are (KV head, few rows), which go over the spans in the same order.
+void Program::attend_chunk(const Node& n, const Batch& batch, int s) {
+    const Heads& h = n.shape;
+    const Layer& layer = pool_layers_[n.layer];
+    const int group = h.heads / h.kv_heads, first = batch.starts[s], rows = batch.starts[s + 1] - first;
+    const int64_t part = (int64_t)CHUNK_ROWS * group;
+    parts_.resize((size_t)(pool_.threads() * part * 2));
+    part_values_.resize((size_t)(pool_.threads() * part * h.width));
+    const float* q = at(n.a);
+    float* out = at(n.out);
+    const int64_t sq = stride(n.a), so = stride(n.out);
+    const int tiles = ceil_div(rows, CHUNK_ROWS);
+    pool_.run(tiles * h.kv_heads, [&](int task, int worker) {
+        // The last rows see most: they go first, so that no thread starts a long part at the end.
+        const int tile = tiles - 1 - task / h.kv_heads, kv = task % h.kv_heads;
+        const int row = first + tile * CHUNK_ROWS, count = std::min(CHUNK_ROWS, first + rows - row);
+        const int position = batch.positions[row], last = position + count - 1;
+        Partial *total = parts_.data() + worker * part * 2, *state = total + part;
+        float* values = part_values_.data() + worker * part * h.width;
+        for (int64_t i = 0; i < part; i++) total[i] = {0, 0};
+        const int64_t column = (int64_t)kv * group * h.width;
+        const int from = h.window ? std::max(0, position - h.window + 1) / SPAN : 0;
+        for (int span = from; span <= last / SPAN; span++) {
+            kernels_.attend_span(layer, h, batch.tables + (int64_t)s * batch.table_width, kv, span, q + row * sq + column,
+                                 sq, count, position, values, (int64_t)group * h.width, state, group);
+            for (int r = 0; r < count; r++)
+                for (int i = 0; i < group; i++)
+                    kernels_.merge(&total[r * group + i], out + (row + r) * so + column + (int64_t)i * h.width,
+                                   &state[r * group + i], values + ((int64_t)r * group + i) * h.width, h.width);
+        }
+        for (int r = 0; r < count; r++)
+            for (int i = 0; i < group; i++)
+                kernels_.finish(&total[r * group + i], out + (row + r) * so + column + (int64_t)i * h.width, h.width);
+    });
+}
+
+void Program::head(const Node& n, const Batch& batch, float* logits) {
+    if (batch.logits == 0) return;
+    const Weight& w = weights_[n.weight];
+    const float* x = at(n.a);
+    const int64_t sx = stride(n.a);
+    for (int i = 0; i < batch.logits; i++)
+        std::memcpy(gathered_.data() + (int64_t)i * w.k, x + batch.logit_rows[i] * sx, sizeof(float) * w.k);
+    product(w, gathered_.data(), w.k, batch.logits, logits, w.n, nullptr);
+    if (n.value > 0)
+        over_rows(batch.logits, (int64_t)w.n * 8,
+                  [&](int i) { kernels_.softcap(logits + (int64_t)i * w.n, w.n, n.value); });
+}
+
+void Program::linear(int weight, const float* x, int rows, float* out) {
+    const Weight& w = weights_[weight];
+    reserve(rows);
+    product(w, x, w.k, rows, out, w.n, nullptr);
+}
+
+void Program::embed_rows(int weight, const int32_t* ids, int rows, float* out) {
+    for (int row = 0; row < rows; row++) kernels_.embed(weights_[weight], ids[row], 1.0f, out + (int64_t)row * weights_[weight].k);
+}
+
+}  // namespace headway

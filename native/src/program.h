@@ -1,0 +1,113 @@
+// A Plan in native form: Ops over buffers that are allocated once. One call runs a whole step.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "kernels.h"
+#include "pool.h"
+
+namespace headway {
+
+// This step's rows: see kernels/ops.py, Batch.
+struct Batch {
+    const int32_t *token_ids, *positions, *starts, *lengths, *tables, *logit_rows;
+    int32_t rows, sequences, table_width, logits;
+};
+
+struct Place {
+    int32_t buffer, column;
+};
+
+enum class Op : int32_t { embed, rms_norm, linear, rope, attend, gate, add, head };
+
+struct Node {
+    Op op;
+    Place a, b, c, out;
+    int32_t width;   // of the output (per head for rms_norm and rope)
+    int32_t heads;   // rms_norm, rope: heads a row
+    int32_t weight;  // index into weights, norms or ropes; -1: none
+    int32_t bias;    // index into vectors; -1: none
+    int32_t layer, flag;
+    float value;  // embed: scale; rms_norm: eps; head: softcap
+    Heads shape;
+};
+
+// Cycles per kind of Op, for profiles.
+struct Profile {
+    double seconds[8];
+    int64_t calls[8];
+};
+
+class Program {
+  public:
+    Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width);
+    ~Program();
+    Program(const Program&) = delete;
+    Program& operator=(const Program&) = delete;
+
+    // Repack; codes [n, k] unsigned, scale and minimum [n, k / group]. Returns the weight's index.
+    int add_quantized(int n, int k, int group, int bits, int zero, const uint8_t* codes, const float* scale,
+                      const float* minimum);
+    int add_dense(int n, int k, const float* f32, const uint16_t* bf16);
+    int add_vector(int n, const float* values);  // norms and biases
+    int add_rope(int half, const float* inverse_frequencies, float factor);
+    void set_buffers(std::vector<int32_t> widths) { widths_ = std::move(widths); }
+    void add_node(const Node& node) { nodes_.push_back(node); }
+
+    void run(const Batch& batch, float* logits);
+    // Single Ops, for tests.
+    void linear(int weight, const float* x, int rows, float* out);
+    void embed_rows(int weight, const int32_t* ids, int rows, float* out);
+
+    int64_t weight_bytes() const { return weight_bytes_; }
+    const Profile& profile() const { return profile_; }
+    void set_profile(bool on);
+    const Kernels& kernels() const { return kernels_; }
+
+  private:
+    float* at(const Place& place) { return buffers_[place.buffer].data() + place.column; }
+    int64_t stride(const Place& place) const { return widths_[place.buffer]; }
+    void reserve(int rows);
+    void over_rows(int rows, int64_t cost, const std::function<void(int)>& task);
+    void product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
+                 const float* bias);
+    void attend(const Node& node, const Batch& batch);
+    void attend_decodes(const Node& node, const Batch& batch, const std::vector<int>& sequences);
+    void attend_chunk(const Node& node, const Batch& batch, int sequence);
+    void head(const Node& node, const Batch& batch, float* logits);
+    void tables_of_ropes(const Batch& batch);
+    uint8_t* allocate(int64_t bytes);
+
+    const Kernels& kernels_;
+    Pool pool_;
+    int layers_, block_tokens_, kv_heads_, width_;
+    std::vector<Layer> pool_layers_;
+    int64_t kv_bytes_;
+    uint8_t* kv_;
+    std::vector<Weight> weights_;
+    std::vector<std::pair<uint8_t*, int64_t>> maps_;
+    std::vector<std::vector<float>> vectors_;
+    struct RopeTable {
+        std::vector<float> inverse;
+        float factor;
+        std::vector<float> cos, sin;
+    };
+    std::vector<RopeTable> ropes_;
+    std::vector<int32_t> widths_;
+    std::vector<std::vector<float>> buffers_;
+    std::vector<Node> nodes_;
+    std::vector<int8_t> codes_;
+    std::vector<float> scales_, gathered_, part_values_;
+    std::vector<int32_t> sums_;
+    std::vector<Partial> parts_;
+    int reserved_ = 0;
+    int64_t weight_bytes_ = 0;
+    bool profiling_ = false;
+    Profile profile_{};
+};
+
+const Kernels* find_kernels(const char* name);  // "" picks the best; nullptr: not here
+std::vector<const char*> available_kernels();
+
+}  // namespace headway

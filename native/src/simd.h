@@ -1,0 +1,228 @@
+// Sixteen lanes of float and int32 for every instruction set; one translation unit per set includes this file.
+//
+// Everything here is internal to its translation unit (static, no templates or inline functions with linkage), so that
+// code for a newer instruction set cannot leak into the baseline. All float sums use explicit fma in a fixed order.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+#include <cmath>
+
+#define HW_FN static inline __attribute__((always_inline, unused))
+
+namespace {
+
+typedef float vf __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint8_t vb __attribute__((vector_size(64), aligned(1), may_alias));
+
+constexpr int LANES = 16;
+
+#if defined(__AVX512F__)
+HW_FN vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+HW_FN vf to_float(vi a) { return (vf)_mm512_cvtepi32_ps((__m512i)a); }
+HW_FN vi round_to_int(vf a) { return (vi)_mm512_cvtps_epi32((__m512)a); }
+HW_FN vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+HW_FN vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+HW_FN vf load_bf16(const uint16_t* p) {
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+HW_FN vf load_half(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+#elif defined(__AVX2__)
+struct halves {
+    __m256 lo, hi;
+};
+HW_FN halves split(vf a) {
+    halves h;
+    memcpy(&h, &a, 64);
+    return h;
+}
+HW_FN vf join(__m256 lo, __m256 hi) {
+    halves h{lo, hi};
+    vf a;
+    memcpy(&a, &h, 64);
+    return a;
+}
+HW_FN vf fma(vf a, vf b, vf c) {
+    halves x = split(a), y = split(b), z = split(c);
+    return join(_mm256_fmadd_ps(x.lo, y.lo, z.lo), _mm256_fmadd_ps(x.hi, y.hi, z.hi));
+}
+HW_FN vf to_float(vi a) { return __builtin_convertvector(a, vf); }
+HW_FN vi round_to_int(vf a) {
+    halves x = split(a);
+    __m256i r[2] = {_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)};
+    vi out;
+    memcpy(&out, r, 64);
+    return out;
+}
+HW_FN vf max(vf a, vf b) {
+    halves x = split(a), y = split(b);
+    return join(_mm256_max_ps(x.lo, y.lo), _mm256_max_ps(x.hi, y.hi));
+}
+HW_FN vf min(vf a, vf b) {
+    halves x = split(a), y = split(b);
+    return join(_mm256_min_ps(x.lo, y.lo), _mm256_min_ps(x.hi, y.hi));
+}
+HW_FN vf load_bf16(const uint16_t* p) {
+    __m256i lo = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+    __m256i hi = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8))), 16);
+    return join(_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi));
+}
+HW_FN vf load_half(const uint16_t* p) {
+    return join(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8))));
+}
+#else
+HW_FN vf fma(vf a, vf b, vf c) {
+#if defined(__ARM_NEON)
+    vf out;
+    float32x4_t x[4], y[4], z[4];
+    memcpy(x, &a, 64), memcpy(y, &b, 64), memcpy(z, &c, 64);
+    for (int i = 0; i < 4; i++) z[i] = vfmaq_f32(z[i], x[i], y[i]);
+    memcpy(&out, z, 64);
+    return out;
+#else
+    for (int i = 0; i < LANES; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+HW_FN vf to_float(vi a) { return __builtin_convertvector(a, vf); }
+HW_FN vi round_to_int(vf a) {
+    vi out;
+    for (int i = 0; i < LANES; i++) out[i] = (int32_t)__builtin_rintf(a[i]);
+    return out;
+}
+HW_FN vf max(vf a, vf b) { return a > b ? a : b; }
+HW_FN vf min(vf a, vf b) { return a < b ? a : b; }
+HW_FN vf load_bf16(const uint16_t* p) {
+    vi bits;
+    for (int i = 0; i < LANES; i++) bits[i] = (int32_t)((uint32_t)p[i] << 16);
+    return (vf)bits;
+}
+HW_FN float half_to_float(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    float out;
+    if (rest < 0x0400) {  // zero and subnormals: rest x 2^-24, exact
+        out = (float)rest * 0x1p-24f;
+    } else {
+        uint32_t bits = (rest >= 0x7c00 ? rest << 13 | 0x7f800000u : (rest << 13) + (112u << 23));
+        memcpy(&out, &bits, 4);
+    }
+    uint32_t bits;
+    memcpy(&bits, &out, 4);
+    bits |= sign;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+HW_FN vf load_half(const uint16_t* p) {
+    vf out;
+    for (int i = 0; i < LANES; i++) out[i] = half_to_float(p[i]);
+    return out;
+}
+#endif
+
+HW_FN vf set1(float a) { return vf{} + a; }
+HW_FN vi set1i(int32_t a) { return vi{} + a; }
+HW_FN vf load(const float* p) {
+    vf a;
+    memcpy(&a, p, 64);
+    return a;
+}
+HW_FN void store(float* p, vf a) { memcpy(p, &a, 64); }
+HW_FN vf load_some(const float* p, int n) {
+    vf a{};
+    memcpy(&a, p, 4 * (size_t)n);
+    return a;
+}
+HW_FN void store_some(float* p, vf a, int n) { memcpy(p, &a, 4 * (size_t)n); }
+
+// Sum and maximum of the lanes, as a tree: always in the same order.
+HW_FN float sum(vf a) {
+    float b[8], c[4];
+    for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8];
+    for (int i = 0; i < 4; i++) c[i] = b[i] + b[i + 4];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+HW_FN float largest(vf a) {
+    float best = a[0];
+    for (int i = 1; i < LANES; i++) best = a[i] > best ? a[i] : best;
+    return best;
+}
+
+// e^x with about 1 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (minimax coefficients of degree 6).
+HW_FN vf exp(vf x) {
+    x = min(max(x, set1(-87.3f)), set1(88.3f));
+    vi n = round_to_int(x * set1(1.44269504088896341f));
+    vf k = to_float(n);
+    vf r = fma(k, set1(-0.693359375f), x);
+    r = fma(k, set1(2.12194440e-4f), r);
+    vf p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, r * r, r + set1(1.0f));
+    vi bits = (n + 127) << 23;
+    return p * (vf)bits;
+}
+HW_FN vf tanh(vf x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }
+
+// acc + sum over 4 of w (unsigned) x a (signed), per lane: 16 channels x 4 consecutive k. ``Few`` says that w < 16.
+template <bool Few>
+HW_FN vi dot4(vi acc, vb w, const int8_t* a) {
+    int32_t four;
+    memcpy(&four, a, 4);
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+    __m256i x = _mm256_set1_epi32(four), c[2], b[2];
+    memcpy(c, &acc, 64), memcpy(b, &w, 64);
+    for (int i = 0; i < 2; i++) {
+#if defined(__AVXVNNI__)
+        c[i] = _mm256_dpbusd_avx_epi32(c[i], b[i], x);
+#else
+        if (Few) {  // at most 2 x 15 x 128: no 16-bit sum saturates
+            __m256i pairs = _mm256_maddubs_epi16(b[i], x);
+            c[i] = _mm256_add_epi32(c[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        } else {  // even and odd bytes apart, as 16-bit numbers: exact
+            __m256i even = _mm256_and_si256(b[i], _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(b[i], 8);
+            __m256i xe = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), xo = _mm256_srai_epi16(x, 8);
+            c[i] = _mm256_add_epi32(c[i], _mm256_madd_epi16(even, xe));
+            c[i] = _mm256_add_epi32(c[i], _mm256_madd_epi16(odd, xo));
+        }
+#endif
+    }
+    memcpy(&acc, c, 64);
+    return acc;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    // No unsigned x signed product: shift the codes to signed and add 128 times the sum of a back.
+    int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    int32x4_t back = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), x);
+    int32x4_t c[4];
+    uint8x16_t b[4];
+    memcpy(c, &acc, 64), memcpy(b, &w, 64);
+    for (int i = 0; i < 4; i++) {
+        if (Few) {
+            c[i] = vdotq_s32(c[i], vreinterpretq_s8_u8(b[i]), x);
+        } else {
+            c[i] = vdotq_s32(c[i], vreinterpretq_s8_u8(veorq_u8(b[i], vdupq_n_u8(0x80))), x);
+            c[i] = vaddq_s32(c[i], vaddq_s32(back, back));
+        }
+    }
+    memcpy(&acc, c, 64);
+    return acc;
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = 0; i < 4; i++) acc[lane] += (int32_t)w[4 * lane + i] * a[i];
+    return acc;
+#endif
+}
+
+}  // namespace

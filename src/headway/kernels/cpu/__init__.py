@@ -1,0 +1,168 @@
+"""The native kernels: weights repacked once, the Plan replayed by one native call a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.errors import ConfigError
+from headway.kernels.arrange import checked_tensors, group_calls, place_values
+from headway.kernels.cpu import _native
+from headway.kernels.cpu.weights import Weights
+from headway.kernels.ops import Batch, Call, KVLayout, Plan, Program, Rope
+from headway.kernels.tensor import Float32, Tensor
+
+BLOCK_TOKENS = (16, 32, 64, 128)
+WIDEST_HEAD = 256
+
+
+def available() -> tuple[str, ...]:
+    """Return the instruction sets that run here, the best first."""
+    return tuple(_native.available())
+
+
+class NativeKernels:
+    """C++ on the best instruction set here, or on a named one."""
+
+    name = "cpu"
+
+    def __init__(self, threads: int, isa: str = "") -> None:
+        known = available()
+        if isa and isa not in known:
+            raise ConfigError(f"HEADWAY_ISA is {isa!r}; this machine runs {', '.join(known)}")
+        self.isa = isa or known[0]
+        self.threads = threads
+
+    def block_bytes(self, kv: KVLayout, block_tokens: int) -> int:
+        """K and V in bfloat16."""
+        return 2 * 2 * kv.layers * kv.kv_heads * kv.head_width * block_tokens
+
+    def weight_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Quantized weights keep about their size; dense ones are bfloat16 or float32."""
+        return sum(_bytes(tensor) for tensor in tensors)
+
+    def compile(self, plan: Plan, weight: Callable[[str], Tensor], *, n_blocks: int, block_tokens: int) -> Program:
+        """Repack the weights and allocate the KV pool, which the system backs with memory as it is touched."""
+        check_shape(plan, block_tokens)
+        return _Program(plan, weight, n_blocks, block_tokens, self.threads, self.isa)
+
+
+def check_shape(plan: Plan, block_tokens: int) -> None:
+    """Raise ConfigError for a model or setting that the native kernels do not run."""
+    width = plan.kv.head_width
+    if width % 16 or width > WIDEST_HEAD:
+        raise ConfigError(
+            f"the native kernels run heads of a multiple of 16 up to {WIDEST_HEAD}, this model has {width};"
+            " use --kernels reference"
+        )
+    if block_tokens not in BLOCK_TOKENS:
+        raise ConfigError(
+            f"engine.block_tokens is {block_tokens}; the native kernels take {', '.join(map(str, BLOCK_TOKENS))}"
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    if tensor.kind in ("f32", "f16"):
+        return 4 * math.prod(tensor.shape)
+    # 5- and 6-bit codes take 8 bits, with a half-precision scale per group.
+    wide = tensor.kind.startswith(("q5", "q6"))
+    return tensor.nbytes * 3 // 2 if wide else tensor.nbytes * 17 // 16
+
+
+class _Program:
+    """A compiled Plan."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        weight: Callable[[str], Tensor],
+        n_blocks: int,
+        block_tokens: int,
+        threads: int,
+        isa: str,
+    ) -> None:
+        kv = plan.kv
+        self.native = _native.Program(isa, threads, kv.layers, n_blocks, block_tokens, kv.kv_heads, kv.head_width)
+        self._weights = Weights(self.native, checked_tensors(plan, weight), threads)
+        self._ropes: dict[Rope, int] = {}
+        groups = group_calls(plan)
+        places, widths = place_values(groups)
+        self._places = {index: (place.buffer, place.column) for index, place in places.items()}
+        self.native.set_buffers(widths)
+        self._weights.load(
+            [tuple(call.weights[0] for call in group.calls) for group in groups if group.calls[0].op == "linear"],
+            [call.weights[0] for call in plan.calls if call.op in ("embed", "head")],
+        )
+        for group in groups:
+            if group.calls[0].op == "linear":
+                self._linears(group.calls, self._places[group.output])
+            else:
+                self._node(group.calls[0])
+        self._logits = np.empty((0, plan.vocabulary), np.float32)
+
+    def run(self, batch: Batch) -> Float32:
+        """Run a step in one native call; the GIL is released for all of it."""
+        wanted = len(batch.logit_rows)
+        if len(self._logits) < wanted:
+            self._logits = np.empty((wanted, self._logits.shape[1]), np.float32)
+        self.native.run(
+            batch.token_ids, batch.positions, batch.starts, batch.lengths, batch.tables, batch.logit_rows, self._logits
+        )
+        return self._logits[:wanted]
+
+    def _linears(self, calls: tuple[Call, ...], whole: tuple[int, int]) -> None:
+        """One product where the weights could be joined, else one each, into the same buffer."""
+        joined = self._weights.joined(tuple(call.weights[0] for call in calls))
+        parts = [(calls, whole)] if joined is not None else [((call,), self._place(call)) for call in calls]
+        for some, place in parts:
+            names = tuple(call.weights[0] for call in some)
+            biases = [call.weights[1] for call in some if len(call.weights) > 1]
+            self.native.add_node(
+                _native.Op.linear,
+                [self._places[some[0].inputs[0].index]],
+                place,
+                sum(call.output.width for call in some),
+                weight=self._weights.joined(names),
+                bias=self._weights.vector(biases) if biases else -1,
+            )
+
+    def _place(self, call: Call) -> tuple[int, int]:
+        return self._places[call.output.index]
+
+    def _node(self, call: Call) -> None:
+        constants: dict[str, Any] = call.constants
+        inputs = [self._places[value.index] for value in call.inputs]
+        width = call.output.width
+        more: dict[str, Any] = {}
+        match call.op:
+            case "embed":
+                more = {"weight": self._weights.table(call.weights[0]), "value": constants["scale"]}
+            case "rms_norm":
+                heads = width // constants["head_width"]
+                width = constants["head_width"]
+                vector = self._weights.vector([call.weights[0]], offset=constants["weight_offset"])
+                more = {"weight": vector, "heads": heads, "value": constants["eps"]}
+            case "rope":
+                heads = width // constants["head_width"]
+                width = constants["head_width"]
+                more = {"weight": self._rope(constants["rope"]), "heads": heads}
+            case "attend":
+                shape = [constants["heads"], constants["kv_heads"], constants["head_width"], constants["window"] or 0]
+                more = {"layer": constants["layer"], "shape": shape, "scale": constants["scale"]}
+                more["cap"] = constants["softcap"] or 0.0
+            case "gate":
+                more = {"flag": int(constants["activation"] == "gelu_tanh")}
+            case "head":
+                more = {"weight": self._weights.table(call.weights[0]), "value": constants["softcap"] or 0.0}
+        place = self._places.get(call.output.index, (0, 0))
+        self.native.add_node(getattr(_native.Op, call.op), inputs, place, width, **more)
+
+    def _rope(self, rope: Rope) -> int:
+        if rope not in self._ropes:
+            frequencies: NDArray[np.float32] = np.array(rope.inv_freq, np.float32)
+            self._ropes[rope] = self.native.add_rope(frequencies, rope.factor)
+        return self._ropes[rope]
