@@ -4,6 +4,7 @@ PORT ?= 8000
 MODEL ?= smollm2-135m
 VENV := .venv
 BIN := $(VENV)/bin
+NATIVE := native/CMakeLists.txt $(wildcard native/src/*)
 
 .PHONY: serve test check docs bench clean
 
@@ -21,11 +22,11 @@ bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.engine
 
 # Serving needs a build of the package and its few dependencies; no PyTorch.
-$(VENV)/.serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.serve
 

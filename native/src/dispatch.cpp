@@ -1,4 +1,8 @@
 // Which instruction set runs: asked of the processor once, or named by the caller.
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 #include <cstring>
 
 #include "program.h"
@@ -22,7 +26,7 @@ std::vector<const char*> available_kernels() {
     }
     if (avx2) names.push_back("avx2");
 #elif defined(__aarch64__)
-    names.push_back("neon");
+    if (getauxval(AT_HWCAP) >> 20 & 1) names.push_back("neon");  // HWCAP_ASIMDDP: the dot product
 #endif
     names.push_back("scalar");
     return names;

@@ -32,9 +32,10 @@ struct Weight {
 
 // Rows of activations, quantized to signed 8 bits per row and group.
 struct Quantized {
-    int8_t* codes;   // [rows, k]
-    float* scales;   // [rows, k / group], times the weight's rescale
-    int32_t* sums;   // [rows, k / group] sum of the codes
+    int8_t* codes;     // [rows, k]
+    float* scales;     // [rows, k / group], times the weight's rescale
+    int32_t* zeros;    // [rows, k / group] the weight's zero point times the sum of the codes
+    float* weighted;   // [rows, k / group] scale times the sum of the codes
 };
 
 struct Heads {
@@ -58,7 +59,7 @@ struct Partial {
 
 struct Kernels {
     const char* name;
-    void (*quantize)(const float* x, int k, int group, float rescale, int8_t* codes, float* scales, int32_t* sums);
+    void (*quantize)(const float* x, const Weight& for_weight, const Quantized& out, int row);
     // out[row, n] = x . W[n] + bias[n] for the strips [first, last) of all rows
     void (*linear_quantized)(const Weight&, int first, int last, const Quantized&, int rows, float* out, int64_t stride,
                              const float* bias);

@@ -160,7 +160,8 @@ void Program::reserve(int rows) {
     }
     codes_.resize((size_t)(codes * rows) + 64);
     scales_.resize((size_t)(groups * rows));
-    sums_.resize((size_t)(groups * rows));
+    weighted_.resize((size_t)(groups * rows));
+    zeros_.resize((size_t)(groups * rows));
     gathered_.resize((size_t)(codes * rows));
     reserved_ = rows;
 }
@@ -179,13 +180,9 @@ void Program::over_rows(int rows, int64_t cost, const std::function<void(int)>& 
 void Program::product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
                       const float* bias) {
     const bool quantized = w.kind == Kind::q4 || w.kind == Kind::q8;
-    Quantized q{codes_.data(), scales_.data(), sums_.data()};
+    const Quantized q{codes_.data(), scales_.data(), zeros_.data(), weighted_.data()};
     if (quantized) {
-        const int groups = w.k / w.group;
-        over_rows(rows, w.k, [&](int row) {
-            kernels_.quantize(x + row * x_stride, w.k, w.group, w.rescale, q.codes + (int64_t)row * w.k,
-                              q.scales + (int64_t)row * groups, q.sums + (int64_t)row * groups);
-        });
+        over_rows(rows, w.k, [&](int row) { kernels_.quantize(x + row * x_stride, w, q, row); });
     }
     const int strips = w.strips();
     // Parts of about 64 KB of weights, so that a slow core leaves the others most of the work; few for small products.

@@ -98,8 +98,8 @@ class Program {
     std::vector<std::vector<float>> buffers_;
     std::vector<Node> nodes_;
     std::vector<int8_t> codes_;
-    std::vector<float> scales_, gathered_, part_values_;
-    std::vector<int32_t> sums_;
+    std::vector<float> scales_, weighted_, gathered_, part_values_;
+    std::vector<int32_t> zeros_;
     std::vector<Partial> parts_;
     int reserved_ = 0;
     int64_t weight_bytes_ = 0;

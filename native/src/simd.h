@@ -127,8 +127,8 @@ HW_FN vf load_half(const uint16_t* p) {
 }
 #endif
 
-HW_FN vf set1(float a) { return vf{} + a; }
-HW_FN vi set1i(int32_t a) { return vi{} + a; }
+HW_FN vf set1(float a) { return vf{a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a}; }
+HW_FN vi set1i(int32_t a) { return vi{a, a, a, a, a, a, a, a, a, a, a, a, a, a, a, a}; }
 HW_FN vf load(const float* p) {
     vf a;
     memcpy(&a, p, 64);
@@ -142,17 +142,46 @@ HW_FN vf load_some(const float* p, int n) {
 }
 HW_FN void store_some(float* p, vf a, int n) { memcpy(p, &a, 4 * (size_t)n); }
 
+typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float v4 __attribute__((vector_size(16), aligned(4), may_alias));
+
 // Sum and maximum of the lanes, as a tree: always in the same order.
 HW_FN float sum(vf a) {
-    float b[8], c[4];
-    for (int i = 0; i < 8; i++) b[i] = a[i] + a[i + 8];
-    for (int i = 0; i < 4; i++) c[i] = b[i] + b[i + 4];
-    return (c[0] + c[2]) + (c[1] + c[3]);
+    v8 b[2];
+    v4 c[2];
+    memcpy(b, &a, 64);
+    b[0] = b[0] + b[1];
+    memcpy(c, &b[0], 32);
+    c[0] = c[0] + c[1];
+    return (c[0][0] + c[0][2]) + (c[0][1] + c[0][3]);
 }
 HW_FN float largest(vf a) {
-    float best = a[0];
-    for (int i = 1; i < LANES; i++) best = a[i] > best ? a[i] : best;
-    return best;
+    v8 b[2];
+    v4 c[2];
+    memcpy(b, &a, 64);
+    b[0] = b[0] > b[1] ? b[0] : b[1];
+    memcpy(c, &b[0], 32);
+    c[0] = c[0] > c[1] ? c[0] : c[1];
+    const float x = c[0][0] > c[0][2] ? c[0][0] : c[0][2], y = c[0][1] > c[0][3] ? c[0][1] : c[0][3];
+    return x > y ? x : y;
+}
+
+HW_FN int32_t sumi(vi a) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_epi32((__m512i)a);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += a[i];
+    return total;
+#endif
+}
+// The lanes, which fit, as signed bytes.
+HW_FN void store_bytes(int8_t* p, vi a) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)a));
+#else
+    for (int i = 0; i < LANES; i++) p[i] = (int8_t)a[i];
+#endif
 }
 
 // e^x with about 1 ulp: 2^n times a polynomial on [-ln2/2, ln2/2] (minimax coefficients of degree 6).

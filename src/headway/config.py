@@ -86,6 +86,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """HEADWAY_CACHE: where pulled models are kept."""
     hub_offline: bool
     """HF_HUB_OFFLINE: never ask a hub."""
+    isa: str = ""
+    """HEADWAY_ISA: the instruction set of the native kernels (avx512, avx2_vnni, avx2, neon, scalar); best by default."""
 
 
 def environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -94,7 +96,7 @@ def environment(environ: Mapping[str, str] | None = None) -> Environment:
     base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = env.get("HEADWAY_CACHE") or str(Path(base) / "headway")
     offline = env.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
-    return Environment(cache=Path(cache).expanduser(), hub_offline=offline)
+    return Environment(cache=Path(cache).expanduser(), hub_offline=offline, isa=env.get("HEADWAY_ISA", ""))
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:

@@ -40,6 +40,7 @@ class Findings(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     memory_why: str
     kernels: str
+    kernels_isa: str
     findings: list[Finding]
 
 
@@ -49,7 +50,7 @@ def examine(environment: Environment) -> Findings:
     memory = available_memory()
     isa = list(instruction_sets())
     config = EngineConfig()
-    kernels = pick_kernels(config.kernels, threads.value)
+    kernels = pick_kernels(config.kernels, threads.value, environment.isa)
     return Findings(
         version=__version__,
         machine=cpu_model(),
@@ -59,6 +60,7 @@ def examine(environment: Environment) -> Findings:
         memory_bytes=memory.value,
         memory_why=memory.reason,
         kernels=kernels.name,
+        kernels_isa=kernels.isa,
         findings=[
             Finding(topic="python", value=platform.python_version(), why=sys.executable),
             _compiler(),
@@ -113,7 +115,7 @@ def render(found: Findings) -> str:
         f"isa            {' '.join(found.isa) or 'scalar'}",
         f"threads        {found.threads}  ({found.threads_why})",
         f"memory         {found.memory_bytes / 2**30:.1f} GiB available  ({found.memory_why})",
-        f"kernels        {found.kernels}",
+        f"kernels        {found.kernels} ({found.kernels_isa})",
     ]
     for finding in found.findings:
         mark = "" if finding.ok else "  <- mend this"

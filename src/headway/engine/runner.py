@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from headway.config import EngineConfig, parse_bytes
+from headway.config import EngineConfig, environment, parse_bytes
 from headway.engine.work import Work
 from headway.errors import ConfigError
 from headway.kernels import machine, pick_kernels
@@ -17,6 +18,8 @@ from headway.kernels.plan import record
 from headway.kernels.tensor import Float32
 from headway.models import load
 from headway.models.checkpoint import Checkpoint
+
+_log = logging.getLogger("headway.engine")
 
 _MIB = 2**20
 _SHARE = 0.5  # of the memory left after the weights; the rest is for activations and neighbours
@@ -145,9 +148,15 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
     """
     settings = settings or EngineConfig()
     config = checkpoint.config
-    kernels = pick_kernels(settings.kernels, settings.threads)
     model = load(config.architecture)
     plan = record(lambda ops: model.forward(ops, config))
+    kernels = pick_kernels(settings.kernels, settings.threads, environment().isa)
+    refused = kernels.refuses(plan, settings.block_tokens)
+    if refused and settings.kernels == "auto":
+        _log.warning("%s; running on the reference kernels, which are slow", refused)
+        kernels = pick_kernels("reference", settings.threads)
+    elif refused:
+        raise ConfigError(refused)
     context = settings.context_tokens or config.context
     if context > config.context:
         raise ConfigError(

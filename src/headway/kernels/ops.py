@@ -178,6 +178,10 @@ class Kernels(Protocol):
         """Return the memory that the weights take once loaded."""
         ...
 
+    def refuses(self, plan: Plan, block_tokens: int) -> str:
+        """Return why this model or block size does not run here, or an empty text."""
+        ...
+
     def compile(self, plan: Plan, weight: Callable[[str], Tensor], *, n_blocks: int, block_tokens: int) -> Program:
         """Load the weights and allocate the KV pool of ``n_blocks`` blocks."""
         ...

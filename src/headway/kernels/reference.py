@@ -143,6 +143,10 @@ class ReferenceKernels:
         """Every weight in float32."""
         return sum(4 * math.prod(tensor.shape) for tensor in tensors)
 
+    def refuses(self, plan: Plan, block_tokens: int) -> str:
+        """Nothing is refused."""
+        return ""
+
     def compile(self, plan: Plan, weight: Callable[[str], Tensor], *, n_blocks: int, block_tokens: int) -> Program:
         """Load the weights and allocate the KV pool, which the system backs with memory as it is touched."""
         return _Program(plan, weight, n_blocks, block_tokens, self.threads)

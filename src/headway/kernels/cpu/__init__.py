@@ -45,24 +45,25 @@ class NativeKernels:
         """Quantized weights keep about their size; dense ones are bfloat16 or float32."""
         return sum(_bytes(tensor) for tensor in tensors)
 
+    def refuses(self, plan: Plan, block_tokens: int) -> str:
+        """Heads that no vector fits, and blocks that no span of attention is made of."""
+        width = plan.kv.head_width
+        if width % 16 or width > WIDEST_HEAD:
+            return (
+                f"the native kernels run heads of a multiple of 16 up to {WIDEST_HEAD}, this model has {width};"
+                " use --kernels reference"
+            )
+        if block_tokens not in BLOCK_TOKENS:
+            known = ", ".join(map(str, BLOCK_TOKENS))
+            return f"engine.block_tokens is {block_tokens}; the native kernels take {known}"
+        return ""
+
     def compile(self, plan: Plan, weight: Callable[[str], Tensor], *, n_blocks: int, block_tokens: int) -> Program:
         """Repack the weights and allocate the KV pool, which the system backs with memory as it is touched."""
-        check_shape(plan, block_tokens)
+        refused = self.refuses(plan, block_tokens)
+        if refused:
+            raise ConfigError(refused)
         return _Program(plan, weight, n_blocks, block_tokens, self.threads, self.isa)
-
-
-def check_shape(plan: Plan, block_tokens: int) -> None:
-    """Raise ConfigError for a model or setting that the native kernels do not run."""
-    width = plan.kv.head_width
-    if width % 16 or width > WIDEST_HEAD:
-        raise ConfigError(
-            f"the native kernels run heads of a multiple of 16 up to {WIDEST_HEAD}, this model has {width};"
-            " use --kernels reference"
-        )
-    if block_tokens not in BLOCK_TOKENS:
-        raise ConfigError(
-            f"engine.block_tokens is {block_tokens}; the native kernels take {', '.join(map(str, BLOCK_TOKENS))}"
-        )
 
 
 def _bytes(tensor: Tensor) -> int:

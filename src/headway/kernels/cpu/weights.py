@@ -24,7 +24,9 @@ class Weights:
 
     def load(self, linears: Sequence[tuple[str, ...]], tables: Sequence[str]) -> None:
         """Repack all products' weights and the tables; one tensor is unpacked while another is repacked."""
-        wanted = dict.fromkeys([(name,) for name in tables] + [names for group in linears for names in self._parts(group)])
+        wanted = dict.fromkeys(
+            [(name,) for name in tables] + [names for group in linears for names in self._parts(group)]
+        )
         with ThreadPoolExecutor(1, "load") as ahead:
             order = list(wanted)
             following = ahead.submit(self._read, order[0]) if order else None
@@ -83,7 +85,9 @@ def _join(parts: Sequence[Affine]) -> Affine:
     first = parts[0]
     if len(parts) == 1:
         return first
-    offset = None if first.offset is None else np.concatenate([part.offset for part in parts if part.offset is not None])
+    offset = (
+        None if first.offset is None else np.concatenate([part.offset for part in parts if part.offset is not None])
+    )
     return Affine(
         codes=np.concatenate([part.codes for part in parts]),
         scale=np.concatenate([part.scale for part in parts]),
