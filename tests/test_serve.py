@@ -262,6 +262,19 @@ def test_case_drain_sigterm_finishes_streams_refuses_new_ones_and_exits_with_zer
         assert server.process.wait(10) == 0
 
 
+def test_a_sigterm_to_the_whole_group_drains_too(tiny_model: Path, settings: Path) -> None:
+    """Service managers and `timeout` signal every process of the service, the engine's included."""
+    with serving(tiny_model, "--config", str(settings)) as server, client(server) as ai:
+        stream = ai.completions.create(
+            model=server.model, prompt=[5, 6, 7], max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        for pid in (server.engine_pid(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert [c.choices[0].finish_reason for c in stream if c.choices][-1] == "length"
+        assert server.process.wait(10) == 0
+
+
 def test_a_taken_port_is_one_clear_line(tiny_model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -82,7 +82,9 @@ def run_loop(engine: Engine, channel: Channel, beat: Heartbeat) -> None:
 
 def main() -> int:
     """Run the engine that the parent described; ``argv``: the socket's file descriptor and the spec as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group; the parent decides
+    # A terminal, a service manager or `timeout` signals the whole group; the parent drains, then says Stop or goes away.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     spec = msgspec.json.decode(sys.argv[2], type=EngineSpec)
     beat = Heartbeat(channel, spec.config.heartbeat_s)
