@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway import __version__
-from headway.config import Config, load_config
-from headway.errors import ClientError, HeadwayError
+from headway.config import Config, load_config, parse_bytes
+from headway.errors import ClientError, ConfigError, HeadwayError
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "alias, directory, .gguf file or hub id (default: %(default)s)"
@@ -27,6 +27,24 @@ def _positive(text: str) -> int:
 _positive.__name__ = "positive integer"
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port: it must be from 0 to 65535")
+    return value
+
+
+_port.__name__ = "port"
+
+
+def _memory(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return text
+
+
 def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
 
@@ -37,7 +55,9 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_positive, metavar="N", help="compute threads (default: what the cgroup allows)"
     )
-    parser.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)")
+    parser.add_argument(
+        "--kv-memory", type=_memory, metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{MODEL_HELP.split(' (')[0]} (default: {DEFAULT_MODEL})",
     )
     serve.add_argument("--host", metavar="H", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, metavar="N", help="port to listen on, 0 for any (default: 8000)")
+    serve.add_argument("--port", type=_port, metavar="N", help="port to listen on, 0 for any (default: 8000)")
     serve.add_argument("--config", type=Path, metavar="FILE", help="headway.yaml with any of the settings")
     _engine(serve)
 
