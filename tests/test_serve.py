@@ -275,6 +275,39 @@ def test_a_sigterm_to_the_whole_group_drains_too(tiny_model: Path, settings: Pat
         assert server.process.wait(10) == 0
 
 
+def test_the_log_is_json_lines_and_holds_the_access_lines_that_were_asked_for(tiny_model: Path, tmp_path: Path) -> None:
+    config, errors = tmp_path / "headway.yaml", tmp_path / "stderr"
+    config.write_text("engine: {kv_memory: 16MB, threads: 1}\nserver: {access_log: true}\n", encoding="utf-8")
+    with serving(tiny_model, "--config", str(config), log=errors) as server:
+        server.get("/v1/models")
+    hint, page, *lines = errors.read_text(encoding="utf-8").splitlines()
+    assert hint.startswith("try: curl ")
+    assert page.startswith("dashboard: http")
+    records = [json.loads(line) for line in lines]
+    assert [record["path"] for record in records if record["logger"] == "headway.access"] == ["/v1/models"]
+    assert [record["level"] for record in records if record["logger"] == "headway.serve"] == ["warning"]  # the drain
+
+
+def test_verbose_logs_the_settings_that_hold(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "headway.cli",
+        "-v",
+        "serve",
+        str(tmp_path / "absent"),
+        "--threads",
+        "1",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environ(), timeout=30)
+    first = json.loads(done.stderr.splitlines()[0])
+    assert first["message"] == "settings"
+    assert first["engine"]["threads"] == 1
+    assert first["server"]["drain_s"] == 30
+
+
 def test_a_taken_port_is_one_clear_line(tiny_model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

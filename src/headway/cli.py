@@ -11,6 +11,7 @@ from pathlib import Path
 from headway import __version__
 from headway.config import Config, load_config, parse_bytes
 from headway.errors import ClientError, ConfigError, HeadwayError
+from headway.telemetry.log import setup_logging
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "alias, directory, .gguf file or hub id (default: %(default)s)"
@@ -152,18 +153,17 @@ def _settings(args: argparse.Namespace) -> Config:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 done, 1 failed, 2 wrong usage."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO if args.verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    level = logging.INFO if args.verbose else logging.WARNING
     try:
         if args.command == "serve":
             from headway.serve import serve
 
-            return serve(_settings(args))
+            config = _settings(args)
+            setup_logging(level=level)
+            return serve(config)
         from headway import commands
 
+        logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         return commands.run(args, _settings(args).engine if hasattr(args, "kernels") else None)
     except ClientError as error:
         print(f"headway: {error.message}", file=sys.stderr)
