@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import uvicorn
 
 from headway.config import Config, environment
@@ -30,6 +31,7 @@ log = logging.getLogger("headway.serve")
 
 def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
+    log.info("settings", extra={"fields": msgspec.to_builtins(config)})
     listener = _bind(config.server.host, config.server.port)  # before the model: a taken port is known at once
     try:
         path = obtain(config.model, environment())

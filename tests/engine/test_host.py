@@ -16,7 +16,9 @@ import pytest
 
 from headway.config import EngineConfig
 from headway.engine.host import EngineHost
+from headway.engine.tokenizer import Tokenizer
 from headway.errors import ConfigError, ContextExceeded, EngineDied, HeadwayError, InvalidRequest, NeverFits, Overloaded
+from headway.models.checkpoint import Checkpoint
 from headway.types import Chunk, Finish, Message, Params, Request
 
 GREEDY = Params(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -326,6 +328,26 @@ def test_a_start_that_fails_says_why(
                 pass
 
     drive(scenario)
+
+
+def test_a_start_that_fails_before_the_tokenizer_is_there_is_not_tried_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = EngineHost._open
+
+    def slowly(host: EngineHost) -> tuple[Checkpoint, Tokenizer]:
+        time.sleep(2.0)
+        return opened(host)
+
+    monkeypatch.setattr(EngineHost, "_open", slowly)
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="kv_memory"):
+            async with running(tiny_model, kv_memory="1KB"):
+                pass
+
+    drive(scenario)
+    assert caplog.records == []
 
 
 def test_the_engine_process_leaves_when_its_parent_is_killed(tiny_model: Path) -> None:

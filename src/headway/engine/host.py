@@ -339,11 +339,12 @@ class EngineHost:
         self.started = None
         self._busy_since = None
         self._load = Load()
-        if self._start_result is not None and not self._start_result.done():
-            self._start_result.set_exception(EngineDied(f"the engine process ended at its start with status {code}"))
+        result = self._start_result
+        if result is not None and not result.done():
+            result.set_exception(EngineDied(f"the engine process ended at its start with status {code}"))
             return
-        if self._closed:
-            return
+        if self._closed or (result is not None and (result.cancelled() or result.exception() is not None)):
+            return  # nobody wants it back: whoever asked for this start has been told why it failed
         log.error("the engine process ended with status %s; starting it again", code)
         self._reason = "the engine is starting again"
         for active in list(self._active.values()):

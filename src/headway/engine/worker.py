@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import Abort, AbortWaiting, Failed, Status, Stop, Submit
 from headway.errors import HeadwayError
 from headway.telemetry.clock import MonotonicClock
+from headway.telemetry.log import setup_logging
 from headway.types import Load
 
 STATUS_EVERY_S = 0.05
@@ -82,7 +84,10 @@ def run_loop(engine: Engine, channel: Channel, beat: Heartbeat) -> None:
 
 def main() -> int:
     """Run the engine that the parent described; ``argv``: the socket's file descriptor and the spec as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group; the parent decides
+    # Terminals, service managers and `timeout` signal the whole group; the parent drains, then says Stop or goes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    setup_logging(level=logging.WARNING)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     spec = msgspec.json.decode(sys.argv[2], type=EngineSpec)
     beat = Heartbeat(channel, spec.config.heartbeat_s)
