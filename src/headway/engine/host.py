@@ -150,6 +150,8 @@ class EngineHost:
         """Yield the answer's Chunks; closing the generator cancels the request in any phase."""
         self._refuse_if_unable()
         submit = await self._prepare(request)
+        # Meanwhile the engine may have died, or the server begun to drain.
+        self._refuse_if_unable()
         if submit.id in self._active:
             raise InvalidRequest(f"a request with id {request.id!r} is running; use another x-request-id")
         active = _Active(submit, Assembly(request, submit, self._tokens))
@@ -164,7 +166,7 @@ class EngineHost:
         finally:
             self._active.pop(submit.id, None)
             if not active.assembly.done:
-                self._send(Abort(id=submit.id, cause=active.cause))
+                self._send(Abort(id=submit.id, cause=active.cause, since=self._clock.now()))
 
     async def cancel(self, request_id: str, cause: str) -> None:
         """End a request from outside; its reader sees the end of the stream as an error."""
@@ -246,8 +248,9 @@ class EngineHost:
         started = self.started
         if started is None:
             assert self._checkpoint is not None
-            return Limits(context_tokens=self._checkpoint.config.context, capacity_tokens=1 << 62)
-        return Limits(started.context_tokens, started.n_blocks * started.block_tokens)
+            shape = self._checkpoint.config
+            return Limits(context_tokens=shape.context, capacity_tokens=1 << 62, vocabulary=shape.vocabulary)
+        return Limits(started.context_tokens, started.n_blocks * started.block_tokens, started.vocabulary)
 
     async def _prepare(self, request: Request) -> Submit:
         """Tokenise; long texts and conversations do it on a thread, so that streams go on."""
