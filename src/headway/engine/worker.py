@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -80,9 +81,17 @@ def run_loop(engine: Engine, channel: Channel, beat: Heartbeat) -> None:
             quiet = not engine.has_work
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent: a stopped process would never read that it is gone."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the closed socket has to do
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main() -> int:
     """Run the engine that the parent described; ``argv``: the socket's file descriptor and the spec as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group; the parent decides
+    _end_with_parent()
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     spec = msgspec.json.decode(sys.argv[2], type=EngineSpec)
     beat = Heartbeat(channel, spec.config.heartbeat_s)
@@ -98,7 +107,9 @@ def main() -> int:
             return 1
         gc.collect()
         gc.freeze()  # what was loaded stays; later collections need not walk it
-        channel.send([started])
+        status = engine.take_status()
+        beat.load = status.load
+        channel.send([started, status])
         run_loop(engine, channel, beat)
     except Disconnected:
         return 0
