@@ -20,6 +20,7 @@ from headway.engine.host import EngineHost
 from headway.engine.messages import Status
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.app import Gateway
+from headway.gateway.connection import connection_of
 from headway.kernels.machine import usable_threads
 from headway.models.pull import obtain
 from headway.telemetry.clock import MonotonicClock
@@ -92,7 +93,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             gateway.app,
-            http="httptools",
+            http=connection_of(config.server),
             lifespan="off",
             access_log=False,
             log_config=None,
