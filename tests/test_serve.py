@@ -308,6 +308,25 @@ def test_verbose_logs_the_settings_that_hold(tmp_path: Path) -> None:
     assert first["server"]["drain_s"] == 30
 
 
+def test_a_second_sigterm_ends_what_runs_with_an_error_and_exits_at_once(tiny_model: Path, settings: Path) -> None:
+    with serving(tiny_model, "--config", str(settings)) as server, client(server) as ai:
+        stream = ai.completions.create(
+            model=server.model, prompt=[5, 6], max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        events = iter(stream)
+        next(events)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in events:
+                pass
+        assert server.process.wait(5) == 0
+        # The stream alone would run for seconds, and may by the limit of 10 s.
+        assert time.monotonic() - began < 1.5
+
+
 def test_a_taken_port_is_one_clear_line(tiny_model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -55,8 +55,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     body_bytes: Positive = 8 * 1024 * 1024
     """Largest request body."""
+    head_bytes: Positive = 64 * 1024
+    """Largest request line with its headers."""
     body_s: Seconds = 30.0
-    """Time for a request body to arrive."""
+    """Time for a request's head to arrive, and again for its body."""
     ping_s: Seconds = 10.0
     """Idle time after which a stream gets a keep-alive comment."""
     write_s: Seconds = 30.0

@@ -108,3 +108,10 @@ def test_sane_makes_nan_impossible_and_inf_finite() -> None:
 def test_sane_returns_a_good_row_itself() -> None:
     row = np.array([1.0, -INF], dtype=np.float32)
     assert sane(row) is row
+
+
+def test_the_smallest_repetition_penalty_overflows_without_a_warning() -> None:
+    sequence = with_output(1, 1, prompt=(2,), repetition_penalty=1e-300)
+    row = adjusted([1.0, 1.0, -1.0, 0.0], sequence)
+    assert not np.isnan(row).any()
+    assert row[1] == np.inf

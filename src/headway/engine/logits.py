@@ -55,7 +55,8 @@ class History:
             seen = np.union1d(self._prompt, output)
             values = row[seen]
             factor = params.repetition_penalty
-            row[seen] = np.where(values > 0, values / factor, values * factor)
+            with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+                row[seen] = np.where(values > 0, values / factor, values * factor)
         if len(output):
             counts = np.fromiter(self._counts.values(), dtype=np.float32, count=len(self._counts))
             row[output] -= params.frequency_penalty * counts + params.presence_penalty

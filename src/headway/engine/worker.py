@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -82,11 +83,19 @@ def run_loop(engine: Engine, channel: Channel, beat: Heartbeat) -> None:
             quiet = not engine.has_work
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent: a stopped process would never read that it is gone."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the closed socket has to do
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main() -> int:
     """Run the engine that the parent described; ``argv``: the socket's file descriptor and the spec as JSON."""
     # Terminals, service managers and `timeout` signal the whole group; the parent drains, then says Stop or goes.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    _end_with_parent()
     setup_logging(level=logging.WARNING)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     spec = msgspec.json.decode(sys.argv[2], type=EngineSpec)
@@ -103,7 +112,9 @@ def main() -> int:
             return 1
         gc.collect()
         gc.freeze()  # what was loaded stays; later collections need not walk it
-        channel.send([started])
+        status = engine.take_status()
+        beat.load = status.load
+        channel.send([started, status])
         run_loop(engine, channel, beat)
     except Disconnected:
         return 0
