@@ -262,6 +262,71 @@ def test_case_drain_sigterm_finishes_streams_refuses_new_ones_and_exits_with_zer
         assert server.process.wait(10) == 0
 
 
+def test_a_sigterm_to_the_whole_group_drains_too(tiny_model: Path, settings: Path) -> None:
+    """Service managers and `timeout` signal every process of the service, the engine's included."""
+    with serving(tiny_model, "--config", str(settings)) as server, client(server) as ai:
+        stream = ai.completions.create(
+            model=server.model, prompt=[5, 6, 7], max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        for pid in (server.engine_pid(), server.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert [c.choices[0].finish_reason for c in stream if c.choices][-1] == "length"
+        assert server.process.wait(10) == 0
+
+
+def test_the_log_is_json_lines_and_holds_the_access_lines_that_were_asked_for(tiny_model: Path, tmp_path: Path) -> None:
+    config, errors = tmp_path / "headway.yaml", tmp_path / "stderr"
+    config.write_text("engine: {kv_memory: 16MB, threads: 1}\nserver: {access_log: true}\n", encoding="utf-8")
+    with serving(tiny_model, "--config", str(config), log=errors) as server:
+        server.get("/v1/models")
+    hint, page, *lines = errors.read_text(encoding="utf-8").splitlines()
+    assert hint.startswith("try: curl ")
+    assert page.startswith("dashboard: http")
+    records = [json.loads(line) for line in lines]
+    assert [record["path"] for record in records if record["logger"] == "headway.access"] == ["/v1/models"]
+    assert [record["level"] for record in records if record["logger"] == "headway.serve"] == ["warning"]  # the drain
+
+
+def test_verbose_logs_the_settings_that_hold(tmp_path: Path) -> None:
+    argv = [
+        sys.executable,
+        "-m",
+        "headway.cli",
+        "-v",
+        "serve",
+        str(tmp_path / "absent"),
+        "--threads",
+        "1",
+        "--port",
+        "0",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, env=environ(), timeout=30)
+    first = json.loads(done.stderr.splitlines()[0])
+    assert first["message"] == "settings"
+    assert first["engine"]["threads"] == 1
+    assert first["server"]["drain_s"] == 30
+
+
+def test_a_second_sigterm_ends_what_runs_with_an_error_and_exits_at_once(tiny_model: Path, settings: Path) -> None:
+    with serving(tiny_model, "--config", str(settings)) as server, client(server) as ai:
+        stream = ai.completions.create(
+            model=server.model, prompt=[5, 6], max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        events = iter(stream)
+        next(events)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            for _ in events:
+                pass
+        assert server.process.wait(5) == 0
+        # The stream alone would run for seconds, and may by the limit of 10 s.
+        assert time.monotonic() - began < 1.5
+
+
 def test_a_taken_port_is_one_clear_line(tiny_model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

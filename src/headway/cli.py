@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway import __version__
-from headway.config import Config, load_config
-from headway.errors import ClientError, HeadwayError
+from headway.config import Config, load_config, parse_bytes
+from headway.errors import ClientError, ConfigError, HeadwayError
+from headway.telemetry.log import setup_logging
 
 DEFAULT_MODEL = "smollm2-135m"
 MODEL_HELP = "alias, directory, .gguf file or hub id (default: %(default)s)"
@@ -27,6 +28,24 @@ def _positive(text: str) -> int:
 _positive.__name__ = "positive integer"
 
 
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port: it must be from 0 to 65535")
+    return value
+
+
+_port.__name__ = "port"
+
+
+def _memory(text: str) -> str:
+    try:
+        parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+    return text
+
+
 def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help=MODEL_HELP)
 
@@ -37,7 +56,9 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=_positive, metavar="N", help="compute threads (default: what the cgroup allows)"
     )
-    parser.add_argument("--kv-memory", metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)")
+    parser.add_argument(
+        "--kv-memory", type=_memory, metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"{MODEL_HELP.split(' (')[0]} (default: {DEFAULT_MODEL})",
     )
     serve.add_argument("--host", metavar="H", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, metavar="N", help="port to listen on, 0 for any (default: 8000)")
+    serve.add_argument("--port", type=_port, metavar="N", help="port to listen on, 0 for any (default: 8000)")
     serve.add_argument("--config", type=Path, metavar="FILE", help="headway.yaml with any of the settings")
     _engine(serve)
 
@@ -132,18 +153,17 @@ def _settings(args: argparse.Namespace) -> Config:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 done, 1 failed, 2 wrong usage."""
     args = build_parser().parse_args(argv)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO if args.verbose else logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    level = logging.INFO if args.verbose else logging.WARNING
     try:
         if args.command == "serve":
             from headway.serve import serve
 
-            return serve(_settings(args))
+            config = _settings(args)
+            setup_logging(level=level)
+            return serve(config)
         from headway import commands
 
+        logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         return commands.run(args, _settings(args).engine if hasattr(args, "kernels") else None)
     except ClientError as error:
         print(f"headway: {error.message}", file=sys.stderr)

@@ -75,6 +75,11 @@ def models(args: argparse.Namespace) -> int:
     return 0
 
 
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> InvalidRequest:
+    reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 at byte {error.start}"
+    return InvalidRequest(f"cannot read {str(path)!r}: {reason}")
+
+
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Read the prompts; errors name the file and the line."""
     if args.prompt is not None:
@@ -83,7 +88,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     try:
         lines = args.prompt_file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read {str(args.prompt_file)!r}: {error}") from error
+        raise _unreadable(args.prompt_file, error) from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -203,7 +208,7 @@ def evaluate(args: argparse.Namespace, config: EngineConfig) -> int:
     try:
         text = args.text_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read {str(args.text_file)!r}: {error}") from error
+        raise _unreadable(args.text_file, error) from error
     with LLM(args.model, config=config) as llm:
         score = llm.score(text)
     if args.json:

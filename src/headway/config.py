@@ -20,13 +20,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kernels: Literal["auto", "cpu", "cuda", "reference"] = "auto"
     """Which implementation of the Ops runs the model."""
-    threads: int | None = None
+    threads: Positive | None = None
     """Compute threads; by default what the affinity mask and the cgroup quota allow."""
     kv_memory: str | None = None
     """Memory for the KV cache, such as "2GiB"; by default a share of what the cgroup leaves available."""
     block_tokens: Positive = 32
     """Tokens in a KV block."""
-    context_tokens: int | None = None
+    context_tokens: Positive | None = None
     """Shortens the model's context."""
     max_running: Positive = 64
     """Sequences that decode at the same time."""
@@ -55,8 +55,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
     body_bytes: Positive = 8 * 1024 * 1024
     """Largest request body."""
+    head_bytes: Positive = 64 * 1024
+    """Largest request line with its headers."""
     body_s: Seconds = 30.0
-    """Time for a request body to arrive."""
+    """Time for a request's head to arrive, and again for its body."""
     ping_s: Seconds = 10.0
     """Idle time after which a stream gets a keep-alive comment."""
     write_s: Seconds = 30.0
@@ -114,7 +116,7 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
         except OSError as error:
             raise ConfigError(f"cannot read config {str(path)!r}: {error.strerror}") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"config {str(path)!r} is not YAML: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"config {str(path)!r} is not YAML: {_yaml_fault(error)}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"config {str(path)!r} must be a mapping of settings, not {type(raw).__name__}")
     for name, value in (overrides or {}).items():
@@ -132,6 +134,14 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
     except msgspec.ValidationError as error:
         where = f"config {str(path)!r}" if path else "settings"
         raise ConfigError(f"{where}: {error}{_found(raw, str(error))}; docs/settings.md lists every setting") from error
+
+
+def _yaml_fault(error: Exception) -> str:
+    """Return what is wrong and where, on one line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return str(error).splitlines()[0]
+    return f"{getattr(error, 'problem', None) or 'a mistake'}, line {mark.line + 1}, column {mark.column + 1}"
 
 
 def _found(raw: Any, message: str) -> str:

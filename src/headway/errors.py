@@ -13,6 +13,7 @@ HeadwayError
 │   ├── BodyTimeout           408  request_timeout
 │   ├── DeadlineExceeded      408  deadline_exceeded
 │   ├── TooLarge              413  request_too_large
+│   ├── HeadersTooLarge       431  headers_too_large
 │   └── RateLimited           429  rate_limit_exceeded
 ├── ServerError                    the service is at fault
 │   ├── Overloaded            503  server_is_overloaded
@@ -134,6 +135,13 @@ class TooLarge(ClientError):
 
     status = 413
     code = "request_too_large"
+
+
+class HeadersTooLarge(ClientError):
+    """The request line and the headers are larger than the limit."""
+
+    status = 431
+    code = "headers_too_large"
 
 
 class RateLimited(ClientError):

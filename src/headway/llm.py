@@ -154,7 +154,8 @@ class LLM:
 
     def _start(self, requests: Sequence[Request], emit: Callable[[str, Chunk], None]) -> Callable[[], bool]:
         """Submit all; return a function that runs one step and says whether there are more."""
-        limits = Limits(self.started.context_tokens, self.started.n_blocks * self.started.block_tokens)
+        started = self.started
+        limits = Limits(started.context_tokens, started.n_blocks * started.block_tokens, started.vocabulary)
         submits = [prepare(request, self.tokenizer, limits) for request in requests]
         open_now: dict[str, Assembly] = {}
         for request, submit in zip(requests, submits, strict=True):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import uvicorn
 
 from headway.config import Config, environment
@@ -20,6 +21,7 @@ from headway.engine.host import EngineHost
 from headway.engine.messages import Status
 from headway.errors import ConfigError, HeadwayError
 from headway.gateway.app import Gateway
+from headway.gateway.connection import connection_of
 from headway.kernels.machine import usable_threads
 from headway.models.pull import obtain
 from headway.telemetry.clock import MonotonicClock
@@ -30,6 +32,7 @@ log = logging.getLogger("headway.serve")
 
 def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
+    log.info("settings", extra={"fields": msgspec.to_builtins(config)})
     listener = _bind(config.server.host, config.server.port)  # before the model: a taken port is known at once
     try:
         path = obtain(config.model, environment())
@@ -92,7 +95,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     server = _Server(
         uvicorn.Config(
             gateway.app,
-            http="httptools",
+            http=connection_of(config.server),
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -117,23 +120,29 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
 
 
 def _on_signals(config: Config, gateway: Gateway, host: EngineHost, server: uvicorn.Server) -> list[asyncio.Task[None]]:
-    """First SIGTERM or SIGINT drains, the second stops at once."""
+    """First SIGTERM or SIGINT drains, the second ends what still runs, with an error, and stops."""
     stopping: list[asyncio.Task[None]] = []
+    hurry = asyncio.Event()
 
     async def drain() -> None:
         log.warning("draining: running streams have %.0f s", config.server.drain_s)
         gateway.start_drain()
-        await host.drain(config.server.drain_s)
+        patient, hurried = asyncio.create_task(host.drain(config.server.drain_s)), asyncio.create_task(hurry.wait())
+        await asyncio.wait((patient, hurried), return_when=asyncio.FIRST_COMPLETED)
+        if hurry.is_set():
+            patient.cancel()
+            await host.drain(0.0)
+        hurried.cancel()
         # The last bytes of what has just ended are still on their way through the HTTP layer.
         limit = time.monotonic() + 2.0
         while gateway.running and time.monotonic() < limit:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        server.force_exit = hurry.is_set()
         server.should_exit = True
 
     def stop() -> None:
         if stopping:
-            server.force_exit = True
-            server.should_exit = True
+            hurry.set()
         else:
             stopping.append(asyncio.get_running_loop().create_task(drain()))
 

@@ -2,6 +2,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -213,18 +214,17 @@ def test_prompt_logprobs_are_complete_in_spite_of_chunks_and_cache(step_tokens: 
     bench.answer(submit("warm", LONG))
     bench.engine.submit(submit("neighbour", LONG[3:9], max_tokens=50, ignore_eos=True))
     bench.answer(submit("a", LONG, prompt_logprobs=2, n=2))
-    for index in (0, 1):
-        said = [m for m in bench.said if isinstance(m, Emitted) and (m.id, m.index) == ("a", index)]
-        found = said[0].prompt_logprobs
-        assert not any(message.prompt_logprobs for message in said[1:])
-        assert len(found) == len(LONG)
-        assert found[0] is None
-        for position, detail in enumerate(found[1:], 1):
-            logits = bench.runner.logits_of(LONG[:position]).astype(np.float64)
-            assert detail is not None
-            assert detail.token_id == LONG[position]
-            assert detail.logprob == pytest.approx(logits[LONG[position]] - math.log(np.exp(logits).sum()), abs=1e-5)
-            assert len(detail.top) == 2
+    said = [m for m in bench.said if isinstance(m, Emitted) and m.id == "a"]
+    found = said[0].prompt_logprobs
+    assert not any(message.prompt_logprobs for message in said[1:]), "they are told once for all choices"
+    assert len(found) == len(LONG)
+    assert found[0] is None
+    for position, detail in enumerate(found[1:], 1):
+        logits = bench.runner.logits_of(LONG[:position]).astype(np.float64)
+        assert detail is not None
+        assert detail.token_id == LONG[position]
+        assert detail.logprob == pytest.approx(logits[LONG[position]] - math.log(np.exp(logits).sum()), abs=1e-5)
+        assert len(detail.top) == 2
     assert bench.timing("a").cached_tokens == 0
 
 
@@ -315,9 +315,9 @@ def test_an_abort_frees_at_once_from_any_phase(steps: int, phase: str) -> None:
     bench = Bench()
     bench.engine.submit(submit("a", LONG, ignore_eos=True, presence_penalty=1.0))
     bench.steps(steps)
-    received = bench.clock.now()
+    since = bench.clock.now()
     bench.clock.advance(0.25)
-    bench.engine.abort(Abort(id="a"), received)
+    bench.engine.abort(Abort(id="a", since=since))
     bench.engine.abort(Abort(id="a"))
     bench.engine.abort(Abort(id="unknown"))
     assert bench.held() == 0
@@ -354,6 +354,41 @@ def test_a_deadline_ends_waiting_and_running_requests_differently() -> None:
     assert not any(w.token_ids[:3] == LONG[:3] and w.start == 0 for step in bench.runner.steps[1:] for w in step)
     assert len(bench.tokens["calm", 0]) == 8
     assert [entry[:2] for entry in bench.engine.take_status().freed] == [("queued", "deadline"), ("decode", "deadline")]
+
+
+def test_a_deadline_counts_as_the_decision_to_free() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("a", LONG, max_tokens=100, deadline=bench.clock.now() + 0.05, ignore_eos=True))
+    bench.steps(3)
+    bench.clock.advance(0.5)
+    bench.step()
+    ((_, cause, seconds),) = bench.engine.take_status().freed
+    assert cause == "deadline"
+    assert seconds == pytest.approx(0.48)
+
+
+def test_a_token_without_a_row_fails_its_request_and_no_neighbour() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("good", LONG, ignore_eos=True))
+    for name, bad in (("above", bench.runner.vocabulary), ("below", -1)):
+        bench.engine.submit(submit(name, (5, bad, 6)))
+    bench.run()
+    assert {name: refused.code for name, refused in bench.refused.items()} == {
+        "above": "invalid_request_error",
+        "below": "invalid_request_error",
+    }
+    assert len(bench.tokens["good", 0]) == 8
+
+
+def test_end_tokens_of_the_request_count_beside_the_models() -> None:
+    bench = Bench()
+    third = bench.runner.greedy(LONG, 3)[2]
+    request = msgspec.structs.replace(submit("a", LONG, max_tokens=50), ends=(third, 10**6))
+    assert bench.answer(request)[-1] == third
+    last = bench.last["a", 0]
+    assert (last.finish, last.stop_reason, last.ended_by_token) == (Finish.STOP, None, True)
+    ignored = msgspec.structs.replace(submit("b", LONG, ignore_eos=True), ends=(third,))
+    assert len(bench.answer(ignored)) == 8
 
 
 def test_a_deadline_is_forgotten_when_its_request_ends() -> None:

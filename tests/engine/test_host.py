@@ -16,7 +16,19 @@ import pytest
 
 from headway.config import EngineConfig
 from headway.engine.host import EngineHost
-from headway.errors import ConfigError, ContextExceeded, EngineDied, HeadwayError, InvalidRequest, NeverFits, Overloaded
+from headway.engine.messages import Status, Submit
+from headway.engine.tokenizer import Tokenizer
+from headway.errors import (
+    ConfigError,
+    ContextExceeded,
+    DeadlineExceeded,
+    EngineDied,
+    HeadwayError,
+    InvalidRequest,
+    NeverFits,
+    Overloaded,
+)
+from headway.models.checkpoint import Checkpoint
 from headway.types import Chunk, Finish, Message, Params, Request
 
 GREEDY = Params(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -184,6 +196,77 @@ def test_case_health_hung_a_stopped_engine_is_not_live(tiny_model: Path) -> None
     drive(scenario)
 
 
+def test_health_hung_a_step_that_does_not_end_is_not_live(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model) as host:
+            began = time.monotonic()
+            host._receive([Status(load=host.load(), busy_since=began - 59.0)])
+            assert host.health().live
+            host._receive([Status(load=host.load(), busy_since=began - 61.0)])
+            health = host.health()
+            assert (health.live, health.ready) == (False, False)
+            assert "a step has been running for 61" in health.reason
+
+    drive(scenario)
+
+
+@pytest.mark.parametrize("event", ["drain", "death"])
+def test_a_request_that_was_being_tokenised_when_the_engine_left_is_refused_in_time(
+    tiny_model: Path, event: str
+) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model) as host:
+            prepare, inside, go_on = host._prepare, asyncio.Event(), asyncio.Event()
+
+            async def slow(asked: Request) -> Submit:
+                submit = await prepare(asked)
+                inside.set()
+                await go_on.wait()
+                return submit
+
+            host._prepare = slow  # type: ignore[method-assign, assignment]
+            task = asyncio.create_task(collect(host, request("between")))
+            await inside.wait()
+            if event == "drain":
+                await host.drain(0.1)
+            else:
+                assert host.engine_pid is not None
+                os.kill(host.engine_pid, signal.SIGKILL)
+                await until(lambda: host.started is None)
+            go_on.set()
+            with pytest.raises(Overloaded) as refused:
+                await task
+            assert refused.value.retry_after_s
+
+    drive(scenario)
+
+
+def test_a_lower_number_goes_first_and_a_deadline_ends_the_wait(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model, max_running=1) as host:
+            long = host.generate(request("long", params=LONG))
+            await anext(long)
+            order: list[str] = []
+
+            async def noted(asked: Request) -> None:
+                await collect(host, asked)
+                order.append(asked.id)
+
+            tasks = []
+            for name, priority in (("late", 5), ("usual", 0), ("first", -3)):
+                tasks.append(asyncio.create_task(noted(request(name, priority=priority))))
+                await until(lambda: host.load().waiting == len(tasks))
+            began = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                await collect(host, request("expired", deadline=began + 0.1))
+            assert time.monotonic() - began < 1.0
+            await long.aclose()
+            await asyncio.gather(*tasks)
+            assert order == ["first", "usual", "late"]
+
+    drive(scenario)
+
+
 def test_an_engine_that_stays_hung_is_replaced(tiny_model: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, hang_s=0.3, kill_s=0.8) as host:
@@ -326,6 +409,26 @@ def test_a_start_that_fails_says_why(
                 pass
 
     drive(scenario)
+
+
+def test_a_start_that_fails_before_the_tokenizer_is_there_is_not_tried_again(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = EngineHost._open
+
+    def slowly(host: EngineHost) -> tuple[Checkpoint, Tokenizer]:
+        time.sleep(2.0)
+        return opened(host)
+
+    monkeypatch.setattr(EngineHost, "_open", slowly)
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="kv_memory"):
+            async with running(tiny_model, kv_memory="1KB"):
+                pass
+
+    drive(scenario)
+    assert caplog.records == []
 
 
 def test_the_engine_process_leaves_when_its_parent_is_killed(tiny_model: Path) -> None:

@@ -1,3 +1,5 @@
+import time
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,19 @@ def test_bias_comes_after_the_penalties() -> None:
 def test_ids_outside_of_the_vocabulary_are_ignored() -> None:
     sequence = with_output(7, prompt=(9,), repetition_penalty=2.0, logit_bias={-1: 5.0, 4: 5.0}, stop_token_ids=(99,))
     assert adjusted([1.0, 1.0, 1.0, 1.0], sequence) == [1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_bias_of_thousands_of_tokens_costs_little() -> None:
+    sequence = with_output(1, logit_bias=dict.fromkeys(range(4096), 1.0))
+    row = np.zeros(50_000, dtype=np.float32)
+    best = 1.0
+    for _ in range(5):
+        began = time.perf_counter()
+        adjust(row, sequence, None)
+        best = min(best, time.perf_counter() - began)
+    assert row[:4096].tolist() == [5.0] * 4096
+    assert not row[4096:].any()
+    assert best < 0.002, f"{best * 1e3:.2f} ms per row"
 
 
 def test_min_tokens_masks_what_would_end() -> None:
@@ -93,3 +108,10 @@ def test_sane_makes_nan_impossible_and_inf_finite() -> None:
 def test_sane_returns_a_good_row_itself() -> None:
     row = np.array([1.0, -INF], dtype=np.float32)
     assert sane(row) is row
+
+
+def test_the_smallest_repetition_penalty_overflows_without_a_warning() -> None:
+    sequence = with_output(1, 1, prompt=(2,), repetition_penalty=1e-300)
+    row = adjusted([1.0, 1.0, -1.0, 0.0], sequence)
+    assert not np.isnan(row).any()
+    assert row[1] == np.inf

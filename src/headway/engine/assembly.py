@@ -12,7 +12,7 @@ from headway.engine.output import ChoiceText, Delta, to_token_logprob
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import ContextExceeded, InvalidRequest, NeverFits
 from headway.telemetry.clock import Clock, MonotonicClock
-from headway.types import Chunk, EngineTiming, Finish, Params, Request, Usage
+from headway.types import Chunk, EngineTiming, Finish, Params, Request, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,15 @@ class Limits:
     context_tokens: int
     capacity_tokens: int
     """Tokens of all KV blocks together."""
+    vocabulary: int
+    """Rows of the model's embedding; a tokenizer may know more tokens than that, or fewer."""
 
 
 def prepare(request: Request, tokenizer: Tokenizer, limits: Limits) -> Submit:
     """Tokenise a Request and resolve its bounds; InvalidRequest names what cannot be run, and why."""
-    params = check_params(request.params, tokenizer.vocabulary_size)
-    ids = _prompt_ids(request, tokenizer)
+    known = min(tokenizer.vocabulary_size, limits.vocabulary)
+    params = check_params(request.params, known)
+    ids = _prompt_ids(request, tokenizer, known)
     room = limits.context_tokens - len(ids)
     if room < 1:
         raise ContextExceeded(
@@ -54,6 +57,7 @@ def prepare(request: Request, tokenizer: Tokenizer, limits: Limits) -> Submit:
         id=request.id,
         token_ids=ids,
         params=msgspec.structs.replace(params, max_tokens=resolved),
+        ends=tuple(sorted(tokenizer.eos_ids)),
         priority=request.priority,
         tenant=request.tenant,
         deadline=request.deadline,
@@ -61,19 +65,23 @@ def prepare(request: Request, tokenizer: Tokenizer, limits: Limits) -> Submit:
     )
 
 
-def _prompt_ids(request: Request, tokenizer: Tokenizer) -> tuple[int, ...]:
+def _prompt_ids(request: Request, tokenizer: Tokenizer, known: int) -> tuple[int, ...]:
     if request.messages is not None:
         ids = tuple(tokenizer.encode_chat(request.messages, request.tools, request.add_generation_prompt))
     elif request.token_ids is not None:
         ids = request.token_ids
-        for token_id in ids:
-            if not 0 <= token_id < tokenizer.vocabulary_size:
-                limit = tokenizer.vocabulary_size - 1
-                raise InvalidRequest(f"token id {token_id} is outside the vocabulary 0..{limit}", param="prompt")
     else:
         ids = tuple(tokenizer.encode(request.text or "", add_special_tokens=True, allow_special=True))
     if not ids:
         raise InvalidRequest("the prompt is empty: it has no token to start from", param="prompt")
+    for token_id in (min(ids), max(ids)):
+        if not 0 <= token_id < known:
+            # Also a text's: some files add tokens to the tokenizer that the model has no row for.
+            spelled = tokenizer.token_text(token_id)
+            raise InvalidRequest(
+                f"token id {token_id}{f' ({spelled!r})' if spelled else ''} is outside the vocabulary 0..{known - 1}",
+                param="prompt" if request.messages is None else "messages",
+            )
     return ids
 
 
@@ -134,6 +142,8 @@ class Assembly:
         self._clock = clock or MonotonicClock()
         self._choices = [_Choice(tokenizer, request.params, submit.token_ids) for _ in range(request.params.n)]
         self._timing = EngineTiming()
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        """One tuple for all choices: with many of them, copies would fill the memory."""
         self.fed = False
         """Something has come from the engine: the request cannot be repeated unseen."""
         self.done = False
@@ -170,11 +180,13 @@ class Assembly:
 
     def _begin(self, emitted: Emitted) -> Chunk:
         """Return the Chunk that leads a choice: what the prompt was."""
-        entries = (None if e is None else to_token_logprob(self._tokenizer, e) for e in emitted.prompt_logprobs)
+        if emitted.prompt_logprobs:
+            entries = (None if e is None else to_token_logprob(self._tokenizer, e) for e in emitted.prompt_logprobs)
+            self._prompt_logprobs = tuple(entries)
         return Chunk(
             index=emitted.index,
             prompt_token_ids=self._prompt,
-            prompt_logprobs=tuple(entries),
+            prompt_logprobs=self._prompt_logprobs,
             timing=self._timing,
         )
 

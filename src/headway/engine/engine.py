@@ -101,14 +101,14 @@ class Engine:
             heapq.heappush(self._deadlines, (submit.deadline, group.number, submit.id))
         self.scheduler.add(group)
 
-    def abort(self, abort: Abort, received: float | None = None) -> None:
-        """End a request, or a choice of it, at once and without a word; ``received`` is when the Abort arrived."""
+    def abort(self, abort: Abort) -> None:
+        """End a request, or a choice of it, at once and without a word."""
         group = self._groups.get(abort.id)
         if group is None:
             return
         ending = [choice for choice in group.live() if abort.index in (None, choice.index)]
         if ending:
-            since = self.clock.now() if received is None else received
+            since = self.clock.now() if abort.since is None else abort.since
             self._end(group, ending, "" if abort.cause == "stop" else abort.cause, since)
 
     def abort_waiting(self, message: AbortWaiting) -> None:
@@ -179,6 +179,11 @@ class Engine:
             raise InvalidRequest(f"a request with the id {submit.id!r} is running")
         if prompt == 0:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        # A row that does not exist would fail the whole step, and every neighbour in it.
+        for token_id in (min(submit.token_ids), max(submit.token_ids)):
+            if not 0 <= token_id < self.runner.vocabulary:
+                limit = self.runner.vocabulary - 1
+                raise InvalidRequest(f"token id {token_id} is outside the vocabulary 0..{limit}", param="prompt")
         if total > self.context_tokens:
             raise ContextExceeded(
                 f"the prompt ({prompt} tokens) and max_tokens ({most}) make {total} tokens; "
@@ -200,20 +205,21 @@ class Engine:
             received=now,
             seed=secrets.randbits(63) if submit.params.seed is None else submit.params.seed,
             max_tokens=most,
-            eos=self.eos,
+            eos=self.eos.union(submit.ends),
             salt=(self.model_salt, submit.tenant),
         )
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, number, request_id = heapq.heappop(self._deadlines)
+            deadline, number, request_id = heapq.heappop(self._deadlines)
             group = self._groups.get(request_id)
             if group is None or group.number != number:
                 continue
             if group.started:
-                self._refuse(group, RequestTimeout("the request's time was up while it ran"), "deadline")
+                error: HeadwayError = RequestTimeout("the request's time was up while it ran")
             else:
-                self._refuse(group, DeadlineExceeded("the deadline passed while the request waited"), "deadline")
+                error = DeadlineExceeded("the deadline passed while the request waited")
+            self._refuse(group, error, "deadline", since=deadline)
 
     def _run(self, items: list[Item], now: float) -> Floats:
         work = []
@@ -275,6 +281,7 @@ class Engine:
                 details = (logprobs(logits[row], token, params.logprobs),)
             end = sequence.append(token)
         prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), []
+        sequence.group.prompt_told = True
         if end is not None:
             self._end(sequence.group, [sequence], "", now)
         self._out.append(
@@ -297,8 +304,8 @@ class Engine:
         for group in dict.fromkeys(item.sequence.group for item in items):
             self._refuse(group, HeadwayError(f"the engine failed in a step: {type(error).__name__}"), "error")
 
-    def _refuse(self, group: Group, error: HeadwayError, cause: str) -> None:
-        self._end(group, group.live(), cause, self.clock.now())
+    def _refuse(self, group: Group, error: HeadwayError, cause: str, since: float | None = None) -> None:
+        self._end(group, group.live(), cause, self.clock.now() if since is None else since)
         self._out.append(_refusal(group.submit.id, error))
 
     def _end(self, group: Group, choices: list[Sequence], cause: str, since: float) -> None:

@@ -39,8 +39,13 @@ log = logging.getLogger("headway.engine")
 
 LONG_TEXT = 4_000
 """Characters from which tokenising leaves the event loop for a thread."""
+MANY_MESSAGES = 64
+"""Messages from which rendering leaves the event loop too, however short they are."""
 START_ATTEMPTS = 3
-"""Starts that may fail in a row before the engine counts as dead for good."""
+"""Starts that may fail in a row before the engine counts as dead; it is still tried again, in case the cause goes."""
+LONGEST_PAUSE_S = 10.0
+START_PATIENCE = 3
+"""A starting engine may be silent this many times ``kill_s``: its imports come before its first beat."""
 
 
 class _Active:
@@ -80,6 +85,8 @@ class EngineHost:
         self._checkpoint: Checkpoint | None = None
         self.started: Started | None = None
         self._start_result: asyncio.Future[Started] | None = None
+        self._start_error: HeadwayError | None = None
+        """What a starting engine said that it fails with; it counts when the process is gone."""
         self._load = Load()
         self._beat = 0.0
         self._busy_since: float | None = None
@@ -96,6 +103,7 @@ class EngineHost:
     async def start(self) -> None:
         """Load the tokenizer here while the engine process loads the weights; returns when it can answer."""
         launching = asyncio.create_task(self._spawn())
+        self._keep(self._watch())
         try:
             self._checkpoint, self._tokenizer = await asyncio.to_thread(self._open)
             await launching
@@ -104,17 +112,20 @@ class EngineHost:
             await asyncio.gather(launching, return_exceptions=True)
             await self.close()
             raise
-        self._keep(self._watch())
 
     def _open(self) -> tuple[Checkpoint, Tokenizer]:
         checkpoint = open_checkpoint(self._path)
         return checkpoint, load_tokenizer(checkpoint)
 
     async def _spawn(self) -> None:
-        """Start a process and wait until it is ready; raises what it failed with."""
+        """Start a process and wait until it is ready; raises what it failed with, once it is gone."""
         self._start_result = asyncio.get_running_loop().create_future()
+        self._start_error = None
         self._beat = self._clock.now()
-        self._process = await EngineProcess.start(self._spec, self._receive, self._ended)
+        try:
+            self._process = await EngineProcess.start(self._spec, self._receive, self._ended)
+        except OSError as error:  # no memory, no process or no file descriptor left
+            raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
         self.started = await self._start_result
         self._failures = 0
         self._reason = ""
@@ -150,6 +161,8 @@ class EngineHost:
         """Yield the answer's Chunks; closing the generator cancels the request in any phase."""
         self._refuse_if_unable()
         submit = await self._prepare(request)
+        # Meanwhile the engine may have died, or the server begun to drain.
+        self._refuse_if_unable()
         if submit.id in self._active:
             raise InvalidRequest(f"a request with id {request.id!r} is running; use another x-request-id")
         active = _Active(submit, Assembly(request, submit, self._tokens))
@@ -164,7 +177,7 @@ class EngineHost:
         finally:
             self._active.pop(submit.id, None)
             if not active.assembly.done:
-                self._send(Abort(id=submit.id, cause=active.cause))
+                self._send(Abort(id=submit.id, cause=active.cause, since=self._clock.now()))
 
     async def cancel(self, request_id: str, cause: str) -> None:
         """End a request from outside; its reader sees the end of the stream as an error."""
@@ -246,13 +259,13 @@ class EngineHost:
         started = self.started
         if started is None:
             assert self._checkpoint is not None
-            return Limits(context_tokens=self._checkpoint.config.context, capacity_tokens=1 << 62)
-        return Limits(started.context_tokens, started.n_blocks * started.block_tokens)
+            shape = self._checkpoint.config
+            return Limits(context_tokens=shape.context, capacity_tokens=1 << 62, vocabulary=shape.vocabulary)
+        return Limits(started.context_tokens, started.n_blocks * started.block_tokens, started.vocabulary)
 
     async def _prepare(self, request: Request) -> Submit:
         """Tokenise; long texts and conversations do it on a thread, so that streams go on."""
-        size = len(request.text or "") + sum(len(m.content or "") for m in request.messages or ())
-        if size > LONG_TEXT:
+        if _is_long(request):
             return await asyncio.to_thread(prepare, request, self._tokens, self._limits())
         return prepare(request, self._tokens, self._limits())
 
@@ -260,7 +273,7 @@ class EngineHost:
         if self._draining or self._closed:
             raise Overloaded("the server is shutting down; send the request to another one", retry_after_s=5.0)
         if self._failures >= START_ATTEMPTS:
-            raise EngineDied(f"the engine does not start: {self._reason}")
+            raise EngineDied(self._reason)
         if self._process is None or self.started is None:
             raise Overloaded("the engine is starting", retry_after_s=2.0)
 
@@ -294,8 +307,7 @@ class EngineHost:
                     if self._start_result is not None and not self._start_result.done():
                         self._start_result.set_result(message)
                 case Failed():
-                    if self._start_result is not None and not self._start_result.done():
-                        self._start_result.set_exception(error_of(message.code, message.message))
+                    self._start_error = error_of(message.code, message.message)
 
     def _deliver(self, emitted: Emitted) -> None:
         active = self._active.get(emitted.id)
@@ -324,13 +336,14 @@ class EngineHost:
         return ""
 
     async def _watch(self) -> None:
-        """Kill an engine that stays hung; its end starts a new one."""
+        """Kill an engine that stays hung, also while it starts; its end starts a new one."""
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
-            silent_s = self._clock.now() - self._beat
-            stuck = self._busy_since is not None and self._clock.now() - self._busy_since > self._config.step_limit_s
-            if self._process is not None and self.started is not None and (silent_s > self._config.kill_s or stuck):
-                log.error("killing the hung engine: %s", self._hung())
+            now = self._clock.now()
+            patience_s = self._config.kill_s * (START_PATIENCE if self.started is None else 1)
+            stuck = self._busy_since is not None and now - self._busy_since > self._config.step_limit_s
+            if self._process is not None and (now - self._beat > patience_s or stuck):
+                log.error("killing the hung engine: %s", self._hung() or "silent while it starts")
                 self._process.kill()
 
     def _ended(self, code: int | None) -> None:
@@ -339,11 +352,13 @@ class EngineHost:
         self.started = None
         self._busy_since = None
         self._load = Load()
-        if self._start_result is not None and not self._start_result.done():
-            self._start_result.set_exception(EngineDied(f"the engine process ended at its start with status {code}"))
+        result = self._start_result
+        if result is not None and not result.done():
+            died = EngineDied(f"the engine process ended at its start with status {code}")
+            result.set_exception(self._start_error or died)
             return
-        if self._closed:
-            return
+        if self._closed or (result is not None and result.cancelled()):
+            return  # nobody wants it back: whoever asked for this start has been told why it failed
         log.error("the engine process ended with status %s; starting it again", code)
         self._reason = "the engine is starting again"
         for active in list(self._active.values()):
@@ -360,12 +375,12 @@ class EngineHost:
                 break
             except HeadwayError as error:
                 self._failures += 1
-                self._reason = error.message
-                log.error("the engine did not start again: %s", error.message)
+                # The error may name files of this machine: the log's readers may know, callers need not.
+                self._reason = "the engine does not start; the server's log says why"
+                log.error("the engine did not start again (attempt %d): %s", self._failures, error.message)
                 if self._failures >= START_ATTEMPTS:
-                    self._fail_all(EngineDied(f"the engine does not start: {error.message}"))
-                    return
-                await asyncio.sleep(0.5 * self._failures)
+                    self._fail_all(EngineDied(self._reason))
+                await asyncio.sleep(min(0.5 * self._failures, LONGEST_PAUSE_S))
         self.restarts += 1
         if self._draining:
             self._reason = "draining"
@@ -378,3 +393,13 @@ class EngineHost:
         for active in list(self._active.values()):
             active.assembly.done = True
             active.queue.put_nowait(error)
+
+
+def _is_long(request: Request) -> bool:
+    """Whether making a request's tokens takes long enough to do it on a thread."""
+    messages = request.messages or ()
+    if request.tools or len(messages) > MANY_MESSAGES or len(request.text or "") > LONG_TEXT:
+        return True
+    calls = (call for message in messages for call in message.tool_calls)
+    size = sum(len(message.content or "") for message in messages) + sum(len(call.arguments) for call in calls)
+    return size > LONG_TEXT

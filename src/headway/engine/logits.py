@@ -55,7 +55,8 @@ class History:
             seen = np.union1d(self._prompt, output)
             values = row[seen]
             factor = params.repetition_penalty
-            row[seen] = np.where(values > 0, values / factor, values * factor)
+            with np.errstate(divide="ignore", over="ignore", under="ignore", invalid="ignore"):
+                row[seen] = np.where(values > 0, values / factor, values * factor)
         if len(output):
             counts = np.fromiter(self._counts.values(), dtype=np.float32, count=len(self._counts))
             row[output] -= params.frequency_penalty * counts + params.presence_penalty
@@ -67,9 +68,12 @@ def adjust(row: Floats, sequence: Sequence, history: History | None) -> None:
     if history is not None:
         history.catch_up(sequence)
         history.penalise(row, params)
-    for token, bias in params.logit_bias.items():
-        if 0 <= token < len(row):
-            row[token] += bias
+    if params.logit_bias:
+        count = len(params.logit_bias)
+        tokens = np.fromiter(params.logit_bias, np.int64, count)
+        biases = np.fromiter(params.logit_bias.values(), np.float32, count)
+        inside = (tokens >= 0) & (tokens < len(row))
+        row[tokens[inside]] += biases[inside]
     if sequence.n_output < params.min_tokens:
         ends = [token for token in (*sequence.group.eos, *params.stop_token_ids) if 0 <= token < len(row)]
         row[ends] = -np.inf

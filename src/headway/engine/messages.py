@@ -18,6 +18,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tenant: str = ""
     deadline: float | None = None
     arrived: float = 0.0
+    ends: tuple[int, ...] = ()
+    """End tokens that the tokenizer knows; they count beside those of the model's own files."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -27,6 +29,8 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     index: int | None = None
     cause: str = "disconnect"
     """disconnect, deadline, stop (a stop string was met: a normal end), drain, shutdown, error."""
+    since: float | None = None
+    """When it was decided on the machine-wide clock; how long the blocks were still held counts from here."""
 
 
 class AbortWaiting(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -54,7 +58,7 @@ class Emitted(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults
     """The end-of-sequence or stop token that ended the choice is included (it counts as generated)."""
     logprobs: tuple[Logprobs, ...] = ()
     prompt_logprobs: tuple[Logprobs | None, ...] = ()
-    """With the first tokens of a choice, when asked for."""
+    """With the first tokens of the first choice to have some, when asked for; they are those of all choices."""
     finish: Finish | None = None
     stop_reason: int | None = None
     """The stop token id, when one of the caller's ended the choice."""
@@ -92,7 +96,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     steps: tuple[StepReport, ...] = ()
     """Steps since the last Status."""
     freed: tuple[tuple[str, str, float], ...] = ()
-    """(phase, cause, seconds from the Abort's receipt to its blocks being free) since the last Status."""
+    """(phase, cause, seconds from the decision to end a request to its blocks being free) since the last Status."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):

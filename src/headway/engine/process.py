@@ -47,12 +47,14 @@ class EngineProcess:
         if spec.threads:
             for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
                 environ[name] = str(spec.threads)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
             argv = [sys.executable, "-m", "headway.engine.worker", str(theirs.fileno())]
             argv.append(msgspec.json.encode(spec).decode())
             child = subprocess.Popen(  # noqa: ASYNC220 - returns as soon as the child is spawned
                 argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, env=environ
             )
+            undo.pop_all()
         ours.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         process = cls(child, reader, writer)

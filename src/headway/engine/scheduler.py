@@ -238,7 +238,6 @@ class Scheduler:
             self._sharing[sibling] = None
             sibling.computed = shared * self.pool.block_tokens
             # The blocks are findable already; registering them again returns the same links.
-            sibling.prompt_logprobs = list(first.prompt_logprobs)
             self._queue(sibling)
 
     def _take_back_shared(self, keep: Sequence | None = None) -> None:

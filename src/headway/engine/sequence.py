@@ -105,16 +105,15 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Whether logits of all prompt positions are (still) needed: they bypass the prefix cache."""
-        wanted = self.group.submit.params.prompt_logprobs is not None
-        return wanted and not self.prefilled and len(self.prompt_logprobs) < self.output_start
+        wanted = self.group.submit.params.prompt_logprobs is not None and not self.group.prompt_told
+        return wanted and len(self.prompt_logprobs) < self.output_start
 
     def forget_computed(self) -> None:
         """Start over after the blocks were given back; the tokens stay."""
         self.table = []
         self.computed = self.registered = 0
         self.prefix = None
-        if not self.prefilled:
-            self.prompt_logprobs = []
+        self.prompt_logprobs = []
 
     def append(self, token: int) -> End | None:
         """Take the sampled token; return the end that it makes, if it does.
@@ -149,7 +148,18 @@ class Sequence:
 class Group:
     """A request as the engine holds it; its choices share the prompt's blocks."""
 
-    __slots__ = ("cached_tokens", "choices", "eos", "max_tokens", "number", "received", "salt", "seed", "submit")
+    __slots__ = (
+        "cached_tokens",
+        "choices",
+        "eos",
+        "max_tokens",
+        "number",
+        "prompt_told",
+        "received",
+        "salt",
+        "seed",
+        "submit",
+    )
 
     def __init__(
         self,
@@ -174,6 +184,8 @@ class Group:
         self.salt = salt
         self.cached_tokens = 0
         """Prompt tokens that the prefix cache held when the first choice was admitted."""
+        self.prompt_told = False
+        """The prompt's log-probabilities have left, with the first choice that got so far: once for all choices."""
         self.choices = [Sequence(self, index) for index in range(submit.params.n)]
 
     def live(self) -> list[Sequence]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import logging
 import os
 import signal
 import socket
@@ -19,6 +21,7 @@ from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import Abort, AbortWaiting, Failed, Status, Stop, Submit
 from headway.errors import HeadwayError
 from headway.telemetry.clock import MonotonicClock
+from headway.telemetry.log import setup_logging
 from headway.types import Load
 
 STATUS_EVERY_S = 0.05
@@ -80,9 +83,20 @@ def run_loop(engine: Engine, channel: Channel, beat: Heartbeat) -> None:
             quiet = not engine.has_work
 
 
+def _end_with_parent() -> None:
+    """Have the kernel end this process with its parent: a stopped process would never read that it is gone."""
+    pr_set_pdeathsig = 1
+    with contextlib.suppress(OSError, AttributeError):  # Linux only; elsewhere the closed socket has to do
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main() -> int:
     """Run the engine that the parent described; ``argv``: the socket's file descriptor and the spec as JSON."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the whole group; the parent decides
+    # Terminals, service managers and `timeout` signal the whole group; the parent drains, then says Stop or goes.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with_parent()
+    setup_logging(level=logging.WARNING)
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
     spec = msgspec.json.decode(sys.argv[2], type=EngineSpec)
     beat = Heartbeat(channel, spec.config.heartbeat_s)
@@ -98,7 +112,9 @@ def main() -> int:
             return 1
         gc.collect()
         gc.freeze()  # what was loaded stays; later collections need not walk it
-        channel.send([started])
+        status = engine.take_status()
+        beat.load = status.load
+        channel.send([started, status])
         run_loop(engine, channel, beat)
     except Disconnected:
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import re
@@ -23,6 +24,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON: Final = b"application/json"
+LINGER_BYTES: Final = 64 * 1024 * 1024
+LINGER_S: Final = 2.0
+"""How much, and for how long, is read of a body after its refusal."""
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 _encoder = msgspec.json.Encoder()
 
@@ -121,12 +125,34 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def respond(
-        self, body: bytes, *, status: int = 200, kind: bytes = JSON, headers: Headers | None = None
+        self,
+        body: bytes,
+        *,
+        status: int = 200,
+        kind: bytes = JSON,
+        headers: Headers | None = None,
+        linger: bool = False,
     ) -> None:
-        """Send a whole answer."""
+        """Send a whole answer; ``linger`` takes what the client still sends for a while, so that it can read it."""
         length = (b"content-length", str(len(body)).encode())
         await self.start(status, [(b"content-type", kind), length, *(headers or [])])
-        await self.write(b"" if self.method == "HEAD" else body, more=False)
+        body = b"" if self.method == "HEAD" else body
+        if linger:
+            await self.write(body)
+            await self._drop_body()
+            body = b""
+        await self.write(body, more=False)
+
+    async def _drop_body(self) -> None:
+        """Read on and forget: a connection closed over unread data is reset, and the answer in it is lost."""
+        left = LINGER_BYTES
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while left > 0:
+                    message = await self.receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+                    left -= len(message.get("body", b""))
 
     async def respond_json(self, value: Any) -> None:
         """Send a value as JSON."""
@@ -142,7 +168,8 @@ class Exchange:
             wait_s = max(0.05, error.retry_after_s) * random.uniform(1.0, 1.25)
             extra.append((b"retry-after", str(math.ceil(wait_s)).encode()))
             extra.append((b"retry-after-ms", str(math.ceil(wait_s * 1000)).encode()))
-        if isinstance(error, TooLarge | BodyTimeout) or error.param == "content-encoding":
-            # The rest of the body is still on its way: do not read it, close.
+        unread = isinstance(error, TooLarge) or error.param == "content-encoding"
+        if unread or isinstance(error, BodyTimeout):
+            # The rest of the body is still on its way, and nobody wants it.
             extra.append((b"connection", b"close"))
-        await self.respond(_encoder.encode(error.body()), status=error.status, headers=extra)
+        await self.respond(_encoder.encode(error.body()), status=error.status, headers=extra, linger=unread)

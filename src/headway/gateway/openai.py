@@ -44,7 +44,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=4096)] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Meta(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None

@@ -22,6 +22,8 @@ from headway.types import JsonObject, Message, ModelCard, Params, Request, ToolC
 
 MAX_PROMPTS: Final = 1024
 """Prompts in one completion body."""
+MAX_PROMPT_LOGPROBS: Final = 1 << 20
+"""Log-probabilities of prompt tokens in one answer, over all of its choices: they are held whole, as objects."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,11 +75,13 @@ def parse_chat(
     params = _params(body, card, max_tokens=limit, field=field)
     if body.logprobs:
         params = msgspec.structs.replace(params, logprobs=body.top_logprobs or 0)
+    talk = messages(body.messages)
+    _check_prompt_logprobs([sum(len(message.content or "") for message in talk)], 1, params, card)
     request = Request(
         id=request_id,
         model=card.name,
         params=params,
-        messages=messages(body.messages),
+        messages=talk,
         tools=() if body.tool_choice == "none" else tools(body.tools),
         add_generation_prompt=body.add_generation_prompt is not False,
         priority=body.priority or 0,
@@ -110,6 +114,7 @@ def parse_completion(
         raise InvalidRequest(
             f"{len(prompts)} prompts with n={params.n} are more than {MAX_PROMPTS} choices", param="prompt"
         )
+    _check_prompt_logprobs([len(prompt) for prompt in prompts], params.n, params, card)
     requests = tuple(
         Request(
             id=request_id if len(prompts) == 1 else f"{request_id}:{i}",
@@ -178,6 +183,19 @@ def _params(body: SamplingBody, card: ModelCard, *, max_tokens: int | None, fiel
         prompt_logprobs=body.prompt_logprobs,
         **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
     )
+
+
+def _check_prompt_logprobs(lengths: Sequence[int], copies: int, params: Params, card: ModelCard) -> None:
+    """Refuse an answer that would hold too many; of a text, a character counts as a token."""
+    if params.prompt_logprobs is None:
+        return
+    entries = sum(min(length, card.context_tokens) for length in lengths) * copies * (1 + params.prompt_logprobs)
+    if entries > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"the answer would hold up to {entries} log-probabilities of prompt tokens, more than "
+            f"{MAX_PROMPT_LOGPROBS}; ask for fewer prompts, choices or alternatives at once",
+            param="prompt_logprobs" if params.prompt_logprobs != params.logprobs else "logprobs",
+        )
 
 
 def _refuse_unsupported(body: SamplingBody) -> None:

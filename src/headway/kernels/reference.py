@@ -49,7 +49,7 @@ def linear(x: Float32, weight: Float32, bias: Float32 | None, out: Float32, work
     else:
 
         def part(rows: slice, _: int) -> None:
-            np.matmul(weight[rows], inputs, out=result[rows])
+            np.dot(weight[rows], inputs, out=result[rows])  # unlike matmul it always lets other threads run
 
         workers.share(part, chunks(len(weight)))
     if bias is not None:
@@ -179,8 +179,9 @@ class _Program:
         if len(batch.token_ids) != self._rows:
             self._resize(len(batch.token_ids))
         step = self._step(batch)
-        for run, arrays in self._bound:
-            run(step, *arrays)
+        with self._workers.step():
+            for run, arrays in self._bound:
+                run(step, *arrays)
         return self._logits[: len(batch.logit_rows)]
 
     def _step(self, batch: Batch) -> _Step:
@@ -273,7 +274,7 @@ class _Program:
 
         def part(words: slice, _: int) -> None:
             if len(rows) < _TRANSPOSED_LOGITS:
-                logits[:, words] = np.matmul(weight[words], chosen).T
+                logits[:, words] = np.dot(weight[words], chosen).T
             else:
                 np.matmul(by_row, weight[words].T, out=logits[:, words])
             if softcap is not None:

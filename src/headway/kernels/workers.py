@@ -3,13 +3,18 @@
 OpenBLAS's own threads spin and yield at every product's end: beside a busy neighbour (the API process, a load
 generator) each yield gives a whole time slice away, and a step takes ten times as long. These wait on a lock instead,
 and take small pieces of work in turn, so that a core that is half lost costs its share and not the whole step.
+
+While a step runs each thread keeps to a core of its own: a thread that wakes another is often joined by it on its own
+core, where the two take turns beside an idle one.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,8 +25,22 @@ class Workers:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._others = [_Worker(number) for number in range(1, threads)]
+        self._cores = _cores(threads)
+        self._others = [_Worker(number, self._cores[number : number + 1]) for number in range(1, threads)]
         weakref.finalize(self, _stop, self._others)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Keep the calling thread on its core; only for a step, as threads and processes that it starts inherit it."""
+        if not self._cores:
+            yield
+            return
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores[:1])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     def share(self, task: Callable[[T, int], None], items: Sequence[T]) -> None:
         """Call ``task(item, worker number)`` once for every item, in any order; return when all are done."""
@@ -43,8 +62,9 @@ class Workers:
 class _Worker:
     """One thread, its task and the two locks that hand it over."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, cores: Sequence[int]) -> None:
         self._number = number
+        self._cores = cores
         self._begun, self._ended = threading.Lock(), threading.Lock()
         self._begun.acquire()
         self._ended.acquire()
@@ -57,7 +77,9 @@ class _Worker:
         self._begun.release()
 
     def end(self) -> BaseException | None:
-        """Wait for the task; return what it raised."""
+        """Wait for the task, or take it back when the thread has not even woken; return what it raised."""
+        if self._begun.acquire(blocking=False):
+            return None
         self._ended.acquire()
         error, self._error = self._error, None
         return error
@@ -67,6 +89,8 @@ class _Worker:
         self._begun.release()
 
     def _loop(self) -> None:
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
         while True:
             self._begun.acquire()
             if self._work is None:
@@ -75,7 +99,6 @@ class _Worker:
                 self._work()
             except BaseException as error:  # handed to the caller by end()
                 self._error = error
-            self._work = _idle
             self._ended.release()
 
 
@@ -84,8 +107,12 @@ def _take(task: Callable[[T, int], None], turns: Iterator[T], number: int) -> No
         task(item, number)
 
 
-def _idle() -> None:
-    raise AssertionError("woken without work")
+def _cores(threads: int) -> list[int]:
+    """Return a core for each thread, or none where the system or other work must choose."""
+    if threads == 1 or not hasattr(os, "sched_setaffinity"):
+        return []
+    mask = sorted(os.sched_getaffinity(0))
+    return mask if len(mask) == threads else []
 
 
 def _stop(workers: list[_Worker]) -> None:

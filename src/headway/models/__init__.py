@@ -19,13 +19,13 @@ class Architecture(Protocol):
         ...
 
 
-_SHARED = frozenset({"config", "layers"})
+_OTHERS = frozenset({"aliases", "config", "layers", "pull", "sources"})  # files here that are no architecture
 
 
 def architectures() -> tuple[str, ...]:
     """Return the names of the model files."""
     found = pkgutil.iter_modules(__path__)
-    return tuple(sorted(m.name for m in found if not m.ispkg and m.name not in _SHARED and not m.name.startswith("_")))
+    return tuple(sorted(m.name for m in found if not m.ispkg and m.name not in _OTHERS and not m.name.startswith("_")))
 
 
 def load(architecture: str) -> Architecture:

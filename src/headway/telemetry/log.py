@@ -40,6 +40,7 @@ def setup_logging(*, level: int = logging.INFO, stream: TextIO | None = None) ->
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
+    ACCESS.setLevel(logging.INFO)  # the setting ``server.access_log`` decides, not the level
     return handler
 
 
