@@ -239,8 +239,9 @@ def test_every_millisecond_up_to_the_first_token_has_an_owner(server: Server, st
 
 def test_a_request_that_waits_has_the_wait_in_its_ttft(server: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(17) as pool:
-        busy = [pool.submit(completion, server, max_tokens=400) for _ in range(16)]
+        busy = [pool.submit(completion, server, max_tokens=1900) for _ in range(16)]
         while server.load()["running"] < 16:
+            assert not any(one.done() for one in busy), "over before all of them ran"
             time.sleep(0.005)
         timing = post(server, {"prompt": PROMPT, "max_tokens": 2}, **{"x-include-timing": "1"}).json()["timing"]
         for one in busy:

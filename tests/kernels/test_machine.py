@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError
-from headway.kernels import machine, pick_kernels
+from headway.kernels import has_native, machine, pick_kernels
 
 MIB = 2**20
 
@@ -139,10 +139,19 @@ def test_threads_of_the_loaded_openblas_are_set() -> None:
 
 
 def test_kernels_are_picked_by_name() -> None:
-    assert pick_kernels("auto", 1).name == "reference"
+    assert pick_kernels("auto", 1).name == ("cpu" if has_native() else "reference")
     assert pick_kernels("reference").name == "reference"
-    for name, message in (("cpu", "no native library"), ("cuda", "no CUDA kernels"), ("gpu", "unknown .* 'gpu'")):
+    for name, message in (("cuda", "no CUDA kernels"), ("gpu", "unknown .* 'gpu'")):
         with pytest.raises(ConfigError, match=message):
             pick_kernels(name)
     with pytest.raises(ConfigError, match="at least 1, not 0"):
         pick_kernels("auto", 0)
+
+
+def test_without_the_native_library_auto_is_the_reference_and_cpu_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("headway.kernels.find_spec", lambda _: None)
+    assert pick_kernels("auto", 1).name == "reference"
+    with pytest.raises(ConfigError, match="no native library .*HEADWAY_NATIVE=0.* C\\+\\+ compiler"):
+        pick_kernels("cpu")

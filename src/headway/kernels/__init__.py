@@ -26,8 +26,8 @@ def pick_kernels(name: str, threads: int | None = None, isa: str = "") -> Kernel
         case "cpu":
             if not has_native():
                 raise ConfigError(
-                    "engine.kernels is 'cpu', but this installation has no native library (built with HEADWAY_NATIVE=0);"
-                    " install it again with a C++ compiler, or use 'reference' (NumPy)"
+                    "engine.kernels is 'cpu', but this installation has no native library (it was built with"
+                    " HEADWAY_NATIVE=0); install it again with a C++ compiler, or use 'reference' (NumPy)"
                 )
             return _native(threads, isa)
         case "cuda":
