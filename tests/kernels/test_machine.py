@@ -153,5 +153,5 @@ def test_without_the_native_library_auto_is_the_reference_and_cpu_says_how_to_ge
 ) -> None:
     monkeypatch.setattr("headway.kernels.find_spec", lambda _: None)
     assert pick_kernels("auto", 1).name == "reference"
-    with pytest.raises(ConfigError, match="no native library .*HEADWAY_NATIVE=0.* C\\+\\+ compiler"):
+    with pytest.raises(ConfigError, match=r"no native library .*HEADWAY_NATIVE=0.* C\+\+ compiler"):
         pick_kernels("cpu")
