@@ -12,13 +12,16 @@ enum class Kind : int32_t {
     q4 = 4,    // unsigned 4-bit codes
     q8 = 8,    // unsigned 8-bit codes
     bf16 = 16,
+    f16 = 17,
     f32 = 32,
 };
+
+inline bool is_quantized(Kind kind) { return kind == Kind::q4 || kind == Kind::q8; }
 
 // A weight [n, k], repacked: strips of 16 output channels, each one linear stream over k.
 //   q4, q8: per group of k the codes (64-byte lines of 16 channels x 4 k; q4 holds the next 4 k in the high nibbles),
 //           then 16 scales, then 16 minima if there are any, both in half precision times 2^-shift
-//   bf16, f32: per k the 16 channels
+//   bf16, f16, f32: per k the 16 channels
 // Channels past n are zero. W[n, k] = scale * (code - zero) + minimum.
 struct Weight {
     Kind kind;

@@ -1,5 +1,9 @@
 #include "pool.h"
 
+#include <pthread.h>
+
+#include <stdexcept>
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -12,7 +16,7 @@ constexpr int SPINS = 2000;
 // A worker that lost its core in the middle of a part holds the step up: then the waiting one gives its own core back.
 constexpr int WAIT_SPINS = 20000;
 
-constexpr int PART_BITS = 20;
+constexpr int PART_BITS = 24;  // the rest counts tasks; that it wraps only costs a worker a task that it slept through
 constexpr uint64_t PART_MASK = (1u << PART_BITS) - 1, NEXT_TASK = 1ull << 2 * PART_BITS;
 
 void pause() {
@@ -23,13 +27,28 @@ void pause() {
 #endif
 }
 
-}  // namespace
+std::atomic<unsigned> forks{0};
 
-Pool::Pool(int threads) {
-    for (int number = 1; number < threads; number++) workers_.emplace_back([this, number] { work(number); });
+unsigned generation() {
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+    (void)registered;
+    return forks.load(std::memory_order_relaxed);
 }
 
-Pool::~Pool() {
+}  // namespace
+
+Pool::Pool(int threads) : generation_(generation()) {
+    try {
+        for (int number = 1; number < threads; number++) workers_.emplace_back([this, number] { work(number); });
+    } catch (...) {
+        stop();
+        throw;
+    }
+}
+
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         stop_.store(true);
@@ -39,8 +58,11 @@ Pool::~Pool() {
     for (auto& worker : workers_) worker.join();
 }
 
+bool Pool::forked() const { return generation_ != forks.load(std::memory_order_relaxed); }
+
 void Pool::run(int parts, const std::function<void(int, int)>& task) {
-    if (workers_.empty() || parts <= 1) {
+    if (parts > MOST_PARTS) throw std::length_error("a step of more parts than the thread pool counts");
+    if (workers_.empty() || parts <= 1 || forked()) {
         for (int part = 0; part < parts; part++) task(part, 0);
         return;
     }

@@ -13,7 +13,7 @@ namespace headway {
 
 class Pool {
   public:
-    static constexpr int MOST_PARTS = (1 << 20) - 1;
+    static constexpr int MOST_PARTS = (1 << 24) - 4096;  // late threads each count one past the last part
 
     explicit Pool(int threads);
     ~Pool();
@@ -22,13 +22,18 @@ class Pool {
 
     int threads() const { return (int)workers_.size() + 1; }
 
+    // Whether this process is a fork of the one that started the threads: here there are none. run() then does all
+    // parts itself, and the pool must be leaked rather than destroyed, as its condition variable waits for the lost.
+    bool forked() const;
+
     // Call task(part, worker) once for each part 0..parts-1, in any order; returns when all are done. Parts are taken
-    // in turn, so a core that is half lost costs its share and not the whole step; at most MOST_PARTS.
+    // in turn, so a core that is half lost costs its share and not the whole step. Tasks must not throw.
     void run(int parts, const std::function<void(int, int)>& task);
 
   private:
     void work(int number);
     void take(int number);
+    void stop();
 
     std::vector<std::thread> workers_;
     const std::function<void(int, int)>* task_ = nullptr;
@@ -40,6 +45,7 @@ class Pool {
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
+    const unsigned generation_;
 };
 
 }  // namespace headway

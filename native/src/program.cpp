@@ -7,6 +7,8 @@
 #include <cmath>
 #include <cstring>
 #include <new>
+#include <stdexcept>
+#include <string>
 
 namespace headway {
 namespace {
@@ -14,13 +16,14 @@ namespace {
 constexpr int64_t WORTH = 24 * 1024;  // multiply-adds (or as much other work) from which waking a thread pays
 constexpr int CHUNK_ROWS = 16;        // query rows of a prefill that share a conversion of K and V
 
-uint16_t to_half(float value) {  // to nearest, ties to even; the callers keep values inside the range
+uint16_t to_half(float value) {  // to nearest, ties to even; the callers keep finite values inside the range
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     uint32_t sign = bits >> 16 & 0x8000;
     int32_t exponent = (int32_t)(bits >> 23 & 0xff) - 112;
     uint32_t mantissa = bits & 0x7fffff;
-    if (exponent >= 31) return (uint16_t)(sign | 0x7bff);
+    if (std::isnan(value)) return 0x7e00;
+    if (exponent >= 31) return (uint16_t)(sign | (std::isinf(value) ? 0x7c00 : 0x7bff));
     if (exponent <= 0) {
         if (exponent < -10) return (uint16_t)sign;
         mantissa |= 0x800000;
@@ -36,28 +39,41 @@ uint16_t to_half(float value) {  // to nearest, ties to even; the callers keep v
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+void require(bool right, const char* what) {
+    if (!right) throw std::invalid_argument(std::string("native kernels: wrong ") + what);
+}
+
 }  // namespace
 
 Program::Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width)
-    : kernels_(kernels), pool_(threads), layers_(layers), block_tokens_(block_tokens), kv_heads_(kv_heads), width_(width) {
+    : kernels_(kernels), layers_(layers), n_blocks_(n_blocks), block_tokens_(block_tokens), kv_heads_(kv_heads),
+      width_(width) {
+    require(threads >= 1 && threads <= 1024, "threads");
+    require(layers >= 1 && n_blocks >= 1 && kv_heads >= 1, "the KV pool's size");
+    require(block_tokens >= STRIP && block_tokens % STRIP == 0 && SPAN % block_tokens == 0, "block_tokens");
+    require(width >= STRIP && width % STRIP == 0 && width <= 4096, "the heads' width");
+    const double bytes = 2.0 * sizeof(uint16_t) * layers * n_blocks * kv_heads * block_tokens * width;
+    require(bytes < 1e15, "the KV pool's size");
     const int64_t one = (int64_t)n_blocks * kv_heads * block_tokens * width;
-    kv_bytes_ = 2 * one * layers * (int64_t)sizeof(uint16_t);
-    kv_ = allocate(kv_bytes_);  // zero pages, backed by memory as they are touched
+    uint8_t* kv = allocate((int64_t)bytes);  // zero pages, backed by memory as they are touched
     for (int layer = 0; layer < layers; layer++) {
-        uint16_t* k = (uint16_t*)kv_ + 2 * one * layer;
+        uint16_t* k = (uint16_t*)kv + 2 * one * layer;
         pool_layers_.push_back({k, k + one, block_tokens});
     }
+    pool_ = std::make_unique<Pool>(threads);
 }
 
 Program::~Program() {
-    for (auto& [data, bytes] : maps_) munmap(data, (size_t)bytes);
+    if (pool_ && pool_->forked()) (void)pool_.release();
 }
+
+void Program::Unmap::operator()(uint8_t* data) const { munmap(data, bytes); }
 
 uint8_t* Program::allocate(int64_t bytes) {
     bytes = (bytes + 4095) / 4096 * 4096;
     void* data = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED) throw std::bad_alloc();
-    maps_.emplace_back((uint8_t*)data, bytes);
+    maps_.emplace_back((uint8_t*)data, Unmap{(size_t)bytes});
     return (uint8_t*)data;
 }
 
@@ -84,7 +100,7 @@ int Program::add_quantized(int n, int k, int group, int bits, int zero, const ui
     const float down = std::ldexp(1.0f, -shift);
     w.data = allocate(w.strip_bytes * w.strips());
     weight_bytes_ += w.strip_bytes * w.strips();
-    pool_.run(w.strips(), [&](int strip, int) {
+    pool_->run(w.strips(), [&](int strip, int) {
         uint8_t* p = w.data + strip * w.strip_bytes;
         const int channels = std::min(STRIP, n - strip * STRIP);
         for (int g = 0; g < groups; g++) {
@@ -110,23 +126,23 @@ int Program::add_quantized(int n, int k, int group, int bits, int zero, const ui
     return (int)weights_.size() - 1;
 }
 
-int Program::add_dense(int n, int k, const float* f32, const uint16_t* bf16) {
+int Program::add_dense(int n, int k, Kind kind, const void* values) {
     Weight w{};
-    w.kind = bf16 ? Kind::bf16 : Kind::f32;
+    w.kind = kind;
     w.n = n, w.k = k, w.rescale = 1;
-    const int size = bf16 ? 2 : 4;
-    w.strip_bytes = (int64_t)k * STRIP * size;
+    const int64_t size = kind == Kind::f32 ? 4 : 2;
+    w.strip_bytes = k * STRIP * size;
     w.data = allocate(w.strip_bytes * w.strips());
     weight_bytes_ += w.strip_bytes * w.strips();
-    pool_.run(w.strips(), [&](int strip, int) {
+    pool_->run(w.strips(), [&](int strip, int) {
         uint8_t* p = w.data + strip * w.strip_bytes;
         for (int c = 0; c < std::min(STRIP, n - strip * STRIP); c++) {
             const int64_t row = (int64_t)(strip * STRIP + c) * k;
             for (int i = 0; i < k; i++) {
-                if (bf16)
-                    ((uint16_t*)p)[i * STRIP + c] = bf16[row + i];
+                if (kind == Kind::f32)
+                    ((float*)p)[i * STRIP + c] = ((const float*)values)[row + i];
                 else
-                    ((float*)p)[i * STRIP + c] = f32[row + i];
+                    ((uint16_t*)p)[i * STRIP + c] = ((const uint16_t*)values)[row + i];
             }
         }
     });
@@ -171,15 +187,15 @@ void Program::over_rows(int rows, int64_t cost, const std::function<void(int)>& 
         for (int row = 0; row < rows; row++) task(row);
         return;
     }
-    const int parts = std::min(rows, 4 * pool_.threads());
-    pool_.run(parts, [&](int part, int) {
+    const int parts = std::min(rows, 4 * pool_->threads());
+    pool_->run(parts, [&](int part, int) {
         for (int row = (int)((int64_t)rows * part / parts); row < (int64_t)rows * (part + 1) / parts; row++) task(row);
     });
 }
 
 void Program::product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
                       const float* bias) {
-    const bool quantized = w.kind == Kind::q4 || w.kind == Kind::q8;
+    const bool quantized = is_quantized(w.kind);
     const Quantized q{codes_.data(), scales_.data(), zeros_.data(), weighted_.data()};
     if (quantized) {
         over_rows(rows, w.k, [&](int row) { kernels_.quantize(x + row * x_stride, w, q, row); });
@@ -187,9 +203,9 @@ void Program::product(const Weight& w, const float* x, int64_t x_stride, int row
     const int strips = w.strips();
     // Parts of about 64 KB of weights, so that a slow core leaves the others most of the work; few for small products.
     int64_t bytes = w.strip_bytes * strips;
-    int parts = (int)std::min<int64_t>(strips, std::max<int64_t>(2 * pool_.threads(), bytes / (64 * 1024)));
+    int parts = (int)std::min<int64_t>(strips, std::max<int64_t>(2 * pool_->threads(), bytes / (64 * 1024)));
     if ((int64_t)w.n * w.k * rows < WORTH) parts = 1;
-    pool_.run(parts, [&](int part, int) {
+    pool_->run(parts, [&](int part, int) {
         const int first = (int)((int64_t)strips * part / parts), last = (int)((int64_t)strips * (part + 1) / parts);
         if (quantized)
             kernels_.linear_quantized(w, first, last, q, rows, out, stride, bias);
@@ -214,6 +230,7 @@ void Program::tables_of_ropes(const Batch& batch) {
 }
 
 void Program::run(const Batch& batch, float* logits) {
+    check(batch);
     reserve(batch.rows);
     tables_of_ropes(batch);
     const int rows = batch.rows;
@@ -333,7 +350,7 @@ void Program::attend_decodes(const Node& n, const Batch& batch, const std::vecto
     };
     const bool share = context * h.heads * h.width * 2 >= WORTH;
     if (share)
-        pool_.run(tasks, one);
+        pool_->run(tasks, one);
     else
         for (int task = 0; task < tasks; task++) one(task, 0);
     over_rows(count, (int64_t)h.heads * h.width * 4, [&](int i) {
@@ -356,13 +373,13 @@ void Program::attend_chunk(const Node& n, const Batch& batch, int s) {
     const Layer& layer = pool_layers_[n.layer];
     const int group = h.heads / h.kv_heads, first = batch.starts[s], rows = batch.starts[s + 1] - first;
     const int64_t part = (int64_t)CHUNK_ROWS * group;
-    parts_.resize((size_t)(pool_.threads() * part * 2));
-    part_values_.resize((size_t)(pool_.threads() * part * h.width));
+    parts_.resize((size_t)(pool_->threads() * part * 2));
+    part_values_.resize((size_t)(pool_->threads() * part * h.width));
     const float* q = at(n.a);
     float* out = at(n.out);
     const int64_t sq = stride(n.a), so = stride(n.out);
     const int tiles = ceil_div(rows, CHUNK_ROWS);
-    pool_.run(tiles * h.kv_heads, [&](int task, int worker) {
+    pool_->run(tiles * h.kv_heads, [&](int task, int worker) {
         // The last rows see most: they go first, so that no thread starts a long part at the end.
         const int tile = tiles - 1 - task / h.kv_heads, kv = task % h.kv_heads;
         const int row = first + tile * CHUNK_ROWS, count = std::min(CHUNK_ROWS, first + rows - row);
@@ -400,13 +417,15 @@ void Program::head(const Node& n, const Batch& batch, float* logits) {
 }
 
 void Program::linear(int weight, const float* x, int rows, float* out) {
-    const Weight& w = weights_[weight];
+    const Weight& w = this->weight(weight);
     reserve(rows);
     product(w, x, w.k, rows, out, w.n, nullptr);
 }
 
 void Program::embed_rows(int weight, const int32_t* ids, int rows, float* out) {
-    for (int row = 0; row < rows; row++) kernels_.embed(weights_[weight], ids[row], 1.0f, out + (int64_t)row * weights_[weight].k);
+    const Weight& w = this->weight(weight);
+    for (int row = 0; row < rows; row++) index(ids[row], (size_t)w.n, "token id");
+    for (int row = 0; row < rows; row++) kernels_.embed(w, ids[row], 1.0f, out + (int64_t)row * w.k);
 }
 
 }  // namespace headway

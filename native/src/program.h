@@ -1,7 +1,10 @@
 // A Plan in native form: Ops over buffers that are allocated once. One call runs a whole step.
 #pragma once
 
+#include <climits>
 #include <memory>
+#include <mutex>
+#include <string>
 #include <vector>
 
 #include "kernels.h"
@@ -12,7 +15,7 @@ namespace headway {
 // This step's rows: see kernels/ops.py, Batch.
 struct Batch {
     const int32_t *token_ids, *positions, *starts, *lengths, *tables, *logit_rows;
-    int32_t rows, sequences, table_width, logits;
+    int32_t rows, sequences, table_width, logits, vocabulary;
 };
 
 struct Place {
@@ -29,15 +32,20 @@ struct Node {
     int32_t weight;  // index into weights, norms or ropes; -1: none
     int32_t bias;    // index into vectors; -1: none
     int32_t layer, flag;
+    int32_t inputs;  // how many of a, b and c are read
     float value;  // embed: scale; rms_norm: eps; head: softcap
     Heads shape;
 };
 
-// Cycles per kind of Op, for profiles.
+constexpr int OPS = 8;
+
+// Time per kind of Op.
 struct Profile {
-    double seconds[8];
-    int64_t calls[8];
+    double seconds[OPS];
+    int64_t calls[OPS];
 };
+
+extern const char* const OP_NAMES[OPS];
 
 class Program {
   public:
@@ -49,23 +57,31 @@ class Program {
     // Repack; codes [n, k] unsigned, scale and minimum [n, k / group]. Returns the weight's index.
     int add_quantized(int n, int k, int group, int bits, int zero, const uint8_t* codes, const float* scale,
                       const float* minimum);
-    int add_dense(int n, int k, const float* f32, const uint16_t* bf16);
+    int add_dense(int n, int k, Kind kind, const void* values);
     int add_vector(int n, const float* values);  // norms and biases
     int add_rope(int half, const float* inverse_frequencies, float factor);
-    void set_buffers(std::vector<int32_t> widths) { widths_ = std::move(widths); }
-    void add_node(const Node& node) { nodes_.push_back(node); }
+    // All of these throw std::invalid_argument, and change nothing, where a size or an index does not fit.
+    void set_buffers(std::vector<int32_t> widths);
+    void add_node(const Node& node);
 
     void run(const Batch& batch, float* logits);
     // Single Ops, for tests.
     void linear(int weight, const float* x, int rows, float* out);
     void embed_rows(int weight, const int32_t* ids, int rows, float* out);
 
+    // Held by whoever calls any of the above: one caller at a time, a second one is refused.
+    std::mutex& busy() { return busy_; }
+
+    const Weight& weight(int number) const { return weights_[index(number, weights_.size(), "weight")]; }
     int64_t weight_bytes() const { return weight_bytes_; }
     const Profile& profile() const { return profile_; }
     void set_profile(bool on);
     const Kernels& kernels() const { return kernels_; }
 
   private:
+    void check(const Node& node) const;
+    void check(const Batch& batch) const;
+    int index(int number, size_t count, const char* what) const;
     float* at(const Place& place) { return buffers_[place.buffer].data() + place.column; }
     int64_t stride(const Place& place) const { return widths_[place.buffer]; }
     void reserve(int rows);
@@ -80,13 +96,16 @@ class Program {
     uint8_t* allocate(int64_t bytes);
 
     const Kernels& kernels_;
-    Pool pool_;
-    int layers_, block_tokens_, kv_heads_, width_;
+    std::unique_ptr<Pool> pool_;
+    int layers_, n_blocks_, block_tokens_, kv_heads_, width_;
+    int rows_of_table_ = INT_MAX;  // token ids are below it
     std::vector<Layer> pool_layers_;
-    int64_t kv_bytes_;
-    uint8_t* kv_;
     std::vector<Weight> weights_;
-    std::vector<std::pair<uint8_t*, int64_t>> maps_;
+    struct Unmap {
+        size_t bytes;
+        void operator()(uint8_t* data) const;
+    };
+    std::vector<std::unique_ptr<uint8_t, Unmap>> maps_;
     std::vector<std::vector<float>> vectors_;
     struct RopeTable {
         std::vector<float> inverse;
@@ -103,6 +122,7 @@ class Program {
     std::vector<Partial> parts_;
     int reserved_ = 0;
     int64_t weight_bytes_ = 0;
+    std::mutex busy_;
     bool profiling_ = false;
     Profile profile_{};
 };

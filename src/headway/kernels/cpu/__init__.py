@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import headway.kernels.cpu._native as _native
 from headway.errors import ConfigError
 from headway.kernels.arrange import checked_tensors, group_calls, place_values
-from headway.kernels.cpu import _native
-from headway.kernels.cpu.weights import Weights
+from headway.kernels.cpu.weights import Weights, packed_bytes
 from headway.kernels.ops import Batch, Call, KVLayout, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
 
@@ -42,8 +41,8 @@ class NativeKernels:
         return 2 * 2 * kv.layers * kv.kv_heads * kv.head_width * block_tokens
 
     def weight_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Quantized weights keep about their size; dense ones are bfloat16 or float32."""
-        return sum(_bytes(tensor) for tensor in tensors)
+        """Quantized weights have codes of 4 or 8 bits; dense ones keep their size."""
+        return sum(packed_bytes(tensor) for tensor in tensors)
 
     def refuses(self, plan: Plan, block_tokens: int) -> str:
         """Heads that no vector fits, and blocks that no span of attention is made of."""
@@ -64,14 +63,6 @@ class NativeKernels:
         if refused:
             raise ConfigError(refused)
         return _Program(plan, weight, n_blocks, block_tokens, self.threads, self.isa)
-
-
-def _bytes(tensor: Tensor) -> int:
-    if tensor.kind in ("f32", "f16"):
-        return 4 * math.prod(tensor.shape)
-    # 5- and 6-bit codes take 8 bits, with a half-precision scale per group.
-    wide = tensor.kind.startswith(("q5", "q6"))
-    return tensor.nbytes * 3 // 2 if wide else tensor.nbytes * 17 // 16
 
 
 class _Program:
@@ -118,21 +109,21 @@ class _Program:
     def _linears(self, calls: tuple[Call, ...], whole: tuple[int, int]) -> None:
         """One product where the weights could be joined, else one each, into the same buffer."""
         joined = self._weights.joined(tuple(call.weights[0] for call in calls))
-        parts = [(calls, whole)] if joined is not None else [((call,), self._place(call)) for call in calls]
-        for some, place in parts:
-            names = tuple(call.weights[0] for call in some)
+        parts = (
+            [(calls, whole, joined)]
+            if joined is not None
+            else [((call,), self._places[call.output.index], self._weights.alone(call.weights[0])) for call in calls]
+        )
+        for some, place, weight in parts:
             biases = [call.weights[1] for call in some if len(call.weights) > 1]
             self.native.add_node(
                 _native.Op.linear,
                 [self._places[some[0].inputs[0].index]],
                 place,
                 sum(call.output.width for call in some),
-                weight=self._weights.joined(names),
+                weight=weight,
                 bias=self._weights.vector(biases) if biases else -1,
             )
-
-    def _place(self, call: Call) -> tuple[int, int]:
-        return self._places[call.output.index]
 
     def _node(self, call: Call) -> None:
         constants: dict[str, Any] = call.constants
@@ -141,7 +132,7 @@ class _Program:
         more: dict[str, Any] = {}
         match call.op:
             case "embed":
-                more = {"weight": self._weights.table(call.weights[0]), "value": constants["scale"]}
+                more = {"weight": self._weights.alone(call.weights[0]), "value": constants["scale"]}
             case "rms_norm":
                 heads = width // constants["head_width"]
                 width = constants["head_width"]
@@ -158,9 +149,9 @@ class _Program:
             case "gate":
                 more = {"flag": int(constants["activation"] == "gelu_tanh")}
             case "head":
-                more = {"weight": self._weights.table(call.weights[0]), "value": constants["softcap"] or 0.0}
+                more = {"weight": self._weights.alone(call.weights[0]), "value": constants["softcap"] or 0.0}
         place = self._places.get(call.output.index, (0, 0))
-        self.native.add_node(getattr(_native.Op, call.op), inputs, place, width, **more)
+        self.native.add_node(_native.Op[call.op], inputs, place, width, **more)
 
     def _rope(self, rope: Rope) -> int:
         if rope not in self._ropes:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headway.kernels.cpu import _native
 from headway.kernels.tensor import Affine, Float32, Tensor
 
-LEAST_GROUP = 16
+STRIP = 16
+WIDEST_GROUP = 1 << 15  # sums of a group stay inside 32 bits
+Bits = NDArray[np.uint16]
 
 
 class Weights:
     """Which native weight each name became."""
 
-    def __init__(self, native: Any, tensors: Mapping[str, Tensor], threads: int) -> None:
+    def __init__(self, native: _native.Program, tensors: Mapping[str, Tensor], threads: int) -> None:
         self._native = native
         self._tensors = tensors
         self._threads = threads
@@ -40,15 +44,14 @@ class Weights:
         """Return the native weight of these names together, or None if they were not joined."""
         return self._found.get(names)
 
-    def table(self, name: str) -> int:
-        """Return the native weight of an embedding table or head."""
+    def alone(self, name: str) -> int:
+        """Return the native weight of one tensor."""
         return self._found[(name,)]
 
     def vector(self, names: Sequence[str], offset: float = 0.0) -> int:
         """Hand over norm weights or biases, side by side."""
         values = np.concatenate([self._tensors[name].float32() for name in names]) + np.float32(offset)
-        index: int = self._native.add_vector(np.ascontiguousarray(values, np.float32))
-        return index
+        return self._native.add_vector(np.ascontiguousarray(values, np.float32))
 
     def _parts(self, names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
         """Yield the names together if their storage is the same, else each alone."""
@@ -60,25 +63,70 @@ class Weights:
     def _read(self, names: tuple[str, ...]) -> Affine | Float32:
         parts = [self._tensors[name] for name in names]
         affine = [part.affine() for part in parts]
-        if all(one is not None and one.group % LEAST_GROUP == 0 for one in affine):
+        if all(one is not None and _fits(one) for one in affine):
             return _join([one for one in affine if one is not None])
         return np.concatenate([part.float32() for part in parts])
 
     def _add(self, weight: Affine | Float32) -> int:
-        index: int
         if isinstance(weight, Affine):
-            bits = 4 if weight.bits <= 4 and weight.group % 8 == 0 else 8
-            codes = np.ascontiguousarray(weight.codes)
             offset = None if weight.offset is None else np.ascontiguousarray(weight.offset, np.float32)
-            scale = np.ascontiguousarray(weight.scale, np.float32)
-            index = self._native.add_quantized(codes, scale, offset, weight.group, bits, weight.zero)
-            return index
-        bits16 = (weight.view(np.uint32) >> 16).astype(np.uint16)
-        if np.array_equal(bits16.astype(np.uint32) << 16, weight.view(np.uint32)):  # bfloat16 without loss
-            index = self._native.add_bf16(bits16)
-        else:
-            index = self._native.add_f32(np.ascontiguousarray(weight))
-        return index
+            return self._native.add_quantized(
+                np.ascontiguousarray(weight.codes),
+                np.ascontiguousarray(weight.scale, np.float32),
+                offset,
+                weight.group,
+                4 if weight.bits <= 4 else 8,
+                weight.zero,
+            )
+        upper = _bfloat16(weight)
+        if upper is not None:
+            return self._native.add_bf16(upper)
+        half = _float16(weight)
+        if half is not None:
+            return self._native.add_f16(half)
+        return self._native.add_f32(weight)
+
+
+def _fits(weight: Affine) -> bool:
+    """Whether the library runs these codes; else they are dequantized."""
+    return weight.bits <= 8 and weight.group % STRIP == 0 and weight.group <= WIDEST_GROUP
+
+
+def packed_bytes(tensor: Tensor) -> int:
+    """Return the memory that a tensor takes once repacked; rows come in strips of 16."""
+    rows, columns = tensor.shape if len(tensor.shape) == 2 else (1, math.prod(tensor.shape))
+    return int(-(-rows // STRIP) * STRIP * columns * _BITS.get(tensor.kind, 32)) // 8
+
+
+# Codes of 4 or 8 bits, and a half-precision scale (and minimum, where there is one) per group.
+_BITS = {
+    "q4_0": 4 + 16 / 32,
+    "q4_1": 4 + 32 / 32,
+    "q4_k": 4 + 32 / 32,
+    "q5_0": 8 + 16 / 32,
+    "q5_1": 8 + 32 / 32,
+    "q5_k": 8 + 32 / 32,
+    "q6_k": 8 + 16 / 16,
+    "q8_0": 8 + 16 / 32,
+    "bf16": 16,
+    "f16": 16,
+}
+
+
+def _bfloat16(weight: Float32) -> Bits | None:
+    """Return the upper halves, or None if any lower half says something."""
+    if weight.view(np.uint16)[..., 0::2].any():  # little-endian: the lower half comes first
+        return None
+    return np.ascontiguousarray(weight.view(np.uint16)[..., 1::2])
+
+
+def _float16(weight: Float32) -> Bits | None:
+    """Return half-precision bits, or None if any value would change."""
+    with np.errstate(all="ignore"):
+        half = weight.astype(np.float16)
+        if not np.array_equal(half.astype(np.float32), weight):
+            return None
+    return half.view(np.uint16)
 
 
 def _join(parts: Sequence[Affine]) -> Affine:
