@@ -87,14 +87,17 @@ int Program::add_quantized(int n, int k, int group, int bits, int zero, const ui
     w.strip_bytes = group_bytes * groups;
     // A power of two brings the largest scale near the top of half precision's range: none is subnormal in practice.
     float most = 0;
+    auto widen = [&](float value) {
+        if (std::isfinite(value)) most = std::max(most, std::fabs(value));
+    };
     for (int64_t i = 0; i < (int64_t)n * groups; i++) {
-        most = std::max(most, std::fabs(scale[i]));
-        if (minimum) most = std::max(most, std::fabs(minimum[i]));
+        widen(scale[i]);
+        if (minimum) widen(minimum[i]);
     }
     int shift = 0;
-    if (most > 0 && std::isfinite(most)) {
+    if (most > 0) {
         std::frexp(most, &shift);
-        shift -= 15;
+        shift = std::max(shift - 15, -126);
     }
     w.rescale = std::ldexp(1.0f, shift);
     const float down = std::ldexp(1.0f, -shift);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,7 @@ from headway.engine.runner import pack
 from headway.engine.work import Work
 from headway.kernels.ops import Batch, Kernels, Ops, Program, Value
 from headway.kernels.plan import Recorder, record
-from headway.kernels.tensor import Affine, Float32
+from headway.kernels.tensor import Affine, Float32, Tensor
 
 Float64 = NDArray[np.float64]
 
@@ -34,10 +34,37 @@ class ArrayTensor:
         return None
 
 
+class AffineTensor:
+    """A quantized weight in memory."""
+
+    def __init__(self, name: str, weight: Affine, kind: str = "affine") -> None:
+        self.name = name
+        self.kind = kind
+        self.weight = weight
+        self.shape = weight.codes.shape
+        self.nbytes = weight.codes.nbytes
+
+    def float32(self) -> Float32:
+        return self.weight.float32()
+
+    def affine(self) -> Affine | None:
+        return self.weight
+
+
+def tensor_of(name: str, weight: Float32 | Affine | Tensor) -> Tensor:
+    match weight:
+        case np.ndarray():
+            return ArrayTensor(name, weight)
+        case Affine():
+            return AffineTensor(name, weight)
+        case _:
+            return weight
+
+
 def compile_model(
     kernels: Kernels,
     model: Callable[[Ops], Value],
-    weights: dict[str, Float32],
+    weights: Mapping[str, Float32 | Affine | Tensor],
     *,
     n_blocks: int = 8,
     block_tokens: int = 4,
@@ -46,34 +73,45 @@ def compile_model(
         return model(recorder)
 
     return kernels.compile(
-        record(whole), lambda name: ArrayTensor(name, weights[name]), n_blocks=n_blocks, block_tokens=block_tokens
+        record(whole), lambda name: tensor_of(name, weights[name]), n_blocks=n_blocks, block_tokens=block_tokens
     )
 
 
 def run_op(
-    kernels: Kernels, op: Callable[[Ops, Value], Value], x: Float32, weights: dict[str, Float32] | None = None
+    kernels: Kernels,
+    op: Callable[[Ops, Value], Value],
+    x: Float32,
+    weights: Mapping[str, Float32 | Affine | Tensor] | None = None,
+    *,
+    apart: bool = False,
 ) -> Float32:
-    """Return ``op`` of rows ``x`` at positions 0, 1, ...: rows are embedded, the result comes out by a head of ones."""
+    """Return ``op`` of rows ``x`` at positions 0, 1, ...: rows are embedded, the result comes out by a head of ones.
+
+    A model must attend: heads and blocks of 16 are what every implementation takes. With ``apart`` each row is a
+    sequence of its own, at position 0.
+    """
     rows, width = x.shape
 
     def model(ops: Ops) -> Value:
         value = ops.embed("x", width=width)
-        tiny = ops.linear(value, "zero", width=2)
+        tiny = ops.linear(value, "zero", width=16)
         value = op(ops, value)
-        nothing = ops.attend(tiny, tiny, tiny, layer=0, heads=1, kv_heads=1, head_width=2, scale=1.0)
+        nothing = ops.attend(tiny, tiny, tiny, layer=0, heads=1, kv_heads=1, head_width=16, scale=1.0)
         value = ops.add(value, ops.linear(nothing, "nothing", width=value.width))
         return ops.head(value, "identity", width=value.width)
 
     out_width = op(Recorder(), Value(0, width)).width
     arrays = {
         "x": x,
-        "zero": np.zeros((2, width), np.float32),
-        "nothing": np.zeros((out_width, 2), np.float32),
+        "zero": np.zeros((16, width), np.float32),
+        "nothing": np.zeros((out_width, 16), np.float32),
         "identity": np.eye(out_width, dtype=np.float32),
         **(weights or {}),
     }
-    program = compile_model(kernels, model, arrays, n_blocks=-(-rows // 4))
-    return program.run(batch_of([(rows, 0, list(range(-(-rows // 4))))], 4)).copy()
+    blocks = rows if apart else -(-rows // 16)
+    program = compile_model(kernels, model, arrays, n_blocks=blocks, block_tokens=16)
+    sequences = [(1, 0, [i]) for i in range(rows)] if apart else [(rows, 0, list(range(blocks)))]
+    return program.run(batch_of(sequences, 16)).copy()
 
 
 def batch_of(sequences: Sequence[tuple[int, int, list[int]]], block_tokens: int) -> Batch:

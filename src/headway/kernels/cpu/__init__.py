@@ -79,7 +79,7 @@ class _Program:
     ) -> None:
         kv = plan.kv
         self.native = _native.Program(isa, threads, kv.layers, n_blocks, block_tokens, kv.kv_heads, kv.head_width)
-        self._weights = Weights(self.native, checked_tensors(plan, weight), threads)
+        self._weights = Weights(self.native, checked_tensors(plan, weight))
         self._ropes: dict[Rope, int] = {}
         groups = group_calls(plan)
         places, widths = place_values(groups)

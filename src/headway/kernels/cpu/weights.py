@@ -20,10 +20,9 @@ Bits = NDArray[np.uint16]
 class Weights:
     """Which native weight each name became."""
 
-    def __init__(self, native: _native.Program, tensors: Mapping[str, Tensor], threads: int) -> None:
+    def __init__(self, native: _native.Program, tensors: Mapping[str, Tensor]) -> None:
         self._native = native
         self._tensors = tensors
-        self._threads = threads
         self._found: dict[tuple[str, ...], int] = {}
 
     def load(self, linears: Sequence[tuple[str, ...]], tables: Sequence[str]) -> None:
