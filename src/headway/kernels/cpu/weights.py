@@ -132,6 +132,8 @@ def _join(parts: Sequence[Affine]) -> Affine:
     first = parts[0]
     if len(parts) == 1:
         return first
+    shapes = {(part.group, part.bits, part.zero, part.offset is None) for part in parts}
+    assert len(shapes) == 1, f"weights of one kind with different forms: {shapes}"
     offset = (
         None if first.offset is None else np.concatenate([part.offset for part in parts if part.offset is not None])
     )
