@@ -6,6 +6,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cxxabi.h>
+#include <unistd.h>
+
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -37,6 +40,29 @@ void require(bool right, const char* what) {
     if (!right) throw std::invalid_argument(std::string("native kernels: ") + what);
 }
 
+// Runs without the GIL. When Python ends meanwhile, taking the GIL back ends this thread by unwinding its stack, which
+// C++ frames answer with an abort: the thread is parked instead, until the process is gone.
+class WithoutGil {
+  public:
+    WithoutGil() : state_(PyEval_SaveThread()) {}
+    ~WithoutGil() {
+#if defined(__GLIBCXX__)
+        try {
+            PyEval_RestoreThread(state_);
+        } catch (abi::__forced_unwind&) {
+            for (;;) pause();
+        }
+#else
+        PyEval_RestoreThread(state_);
+#endif
+    }
+    WithoutGil(const WithoutGil&) = delete;
+    WithoutGil& operator=(const WithoutGil&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+
 // The Program for one caller: without the GIL another thread could come in.
 class Alone {
   public:
@@ -46,7 +72,7 @@ class Alone {
 
   private:
     std::unique_lock<std::mutex> lock_;
-    nb::gil_scoped_release release_;
+    WithoutGil released_;
 };
 
 const headway::Kernels& named(const std::string& isa) {

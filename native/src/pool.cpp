@@ -96,6 +96,9 @@ void Pool::take(int number) {
 }
 
 void Pool::work(int number) {
+#if defined(__linux__)
+    pthread_setname_np(pthread_self(), "kernels");
+#endif
     uint64_t seen = 0;
     auto same = [&](std::memory_order order) { return ticket_.load(order) / NEXT_TASK == seen; };
     for (;;) {
