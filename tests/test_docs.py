@@ -25,3 +25,14 @@ def test_no_document_names_a_machine_path() -> None:
     wrong = re.compile(r"/(work|root|opt|tmp)/")
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert [str(path) for path in files if wrong.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_every_command_that_the_readme_names_is_one() -> None:
+    from headway.cli import build_parser
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"`headway (serve \|[^`]*)`", readme)
+    commands = [name.split()[0] for name in listed.split(" | ")]
+    help_text = build_parser().format_help()
+    assert all(re.search(rf"^    {name} ", help_text, re.MULTILINE) for name in commands), commands
+    assert sorted(commands) == sorted(re.findall(r"^    (\w+) ", help_text, re.MULTILINE))

@@ -138,8 +138,8 @@ _FAMILIES = {
     "{% elif m['content'] is not none %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}",
     "trims": "{% for m in messages %}<{{ m['role'] }}>{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% else %}"
     "{{ m['content'] | trim }}{% endif %}{% endfor %}",
-    "insists": "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% else %}{% set rest = messages %}"
-    "{% endif %}{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "insists": "{% set rest = messages[1:] if messages[0]['role'] == 'system' else messages %}"
+    "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ '[' + m['content'] | trim + ']' }}{% endfor %}",
 }
 _CALLS = (ToolCall(id="1", name="f", arguments='{"é": [1, null]}'), ToolCall(id="2", name="g", arguments="{}"))
