@@ -238,6 +238,17 @@ def test_prompt_logprobs_are_complete_after_preemption() -> None:
     assert [detail.token_id for detail in found if detail is not None] == list(LONG[1:])
 
 
+def test_a_preempted_request_counts_its_prompt_once_and_keeps_its_cached_tokens() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("a", LONG, ignore_eos=True))
+    bench.steps(4)
+    bench.engine.scheduler._preempt(bench.engine.scheduler.running[0])
+    bench.run()
+    load = bench.engine.load()
+    assert (load.prefix_hit_tokens, load.prefix_miss_tokens) == (0, len(LONG))
+    assert (bench.timing("a").cached_tokens, bench.timing("a").preemptions) == (0, 1)
+
+
 def test_prompt_logprobs_of_one_token() -> None:
     bench = Bench()
     bench.answer(submit("a", (5,), prompt_logprobs=0, max_tokens=1))

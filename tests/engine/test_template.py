@@ -171,12 +171,12 @@ def test_chat_roles_render_as_transformers_renders_them_or_name_the_message(fami
         ]
         sent.append({"role": message.role, "content": message.content, **({"tool_calls": calls} if calls else {})})
     try:
-        (expected,), _ = render_jinja_template([sent], chat_template=_FAMILIES[family], add_generation_prompt=True)
+        rendered, _ = render_jinja_template([sent], chat_template=_FAMILIES[family], add_generation_prompt=True)
     except Exception:
         with pytest.raises(InvalidRequest, match=r"messages\[\d\]"):
             _render(_FAMILIES[family], plain_messages(messages))
     else:
-        assert _render(_FAMILIES[family], plain_messages(messages)) == expected
+        assert _render(_FAMILIES[family], plain_messages(messages)) == rendered[0]
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nonsense %}", "{{ 1 | no_filter }}", "{{" + "(" * 5000])
