@@ -143,7 +143,7 @@ _FAMILIES = {
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ '[' + m['content'] | trim + ']' }}{% endfor %}",
 }
 _CALLS = (ToolCall(id="1", name="f", arguments='{"é": [1, null]}'), ToolCall(id="2", name="g", arguments="{}"))
-_SHAPES = {
+_SHAPES: dict[str, list[tuple[str, str | None]]] = {
     "system twice": [("system", "a"), ("system", "b"), ("user", "c")],
     "users in a row": [("user", "a"), ("user", " b\n")],
     "assistant first": [("assistant", "a"), ("user", "b")],
