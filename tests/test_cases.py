@@ -220,6 +220,22 @@ def test_never_fits_is_refused_at_once_and_others_go_on(server: Server) -> None:
         assert other.result()["usage"]["completion_tokens"] == 600
 
 
+def test_never_fits_a_request_larger_than_all_blocks_is_refused_and_others_go_on(tiny_model: Path) -> None:
+    with serving(tiny_model, "--kv-memory", "300KB", "--threads", "1") as small:
+        load = small.load()
+        capacity = load["blocks_free"] * load["block_tokens"]
+        assert 100 < capacity < 2048
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            other = pool.submit(completion, small, max_tokens=capacity - len(PROMPT))
+            answer = post(small, {"prompt": PROMPT, "max_tokens": capacity})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["code"] == "exceeds_kv_capacity"
+            assert str(capacity) in error["message"]
+            assert f"{len(PROMPT)} tokens and the answer up to {capacity}" in error["message"]
+            assert other.result()["usage"]["completion_tokens"] == capacity - len(PROMPT)
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_every_millisecond_up_to_the_first_token_has_an_owner(server: Server, stream: bool) -> None:
     """The ledger's invariant on a real engine; the best of five, as a neighbour may take the processor."""

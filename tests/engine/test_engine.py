@@ -178,6 +178,14 @@ def test_seed_neighbours_change_no_token() -> None:
     assert Bench().answer(submit("me", LONG[:9], temperature=1.0, seed=8, ignore_eos=True)) != alone
 
 
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
+def test_seed_neighbours_any_seed_repeats(seed: int) -> None:
+    answers = {
+        tuple(Bench().answer(submit("me", LONG[:9], temperature=1.5, seed=seed, ignore_eos=True))) for _ in range(3)
+    }
+    assert len(answers) == 1
+
+
 def test_seed_neighbours_without_a_seed_answers_differ() -> None:
     answers = {tuple(Bench().answer(submit("me", LONG[:9], temperature=1.5, ignore_eos=True))) for _ in range(4)}
     assert len(answers) == 4
