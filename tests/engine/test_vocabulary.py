@@ -223,6 +223,83 @@ def test_directory_with_a_broken_file_is_refused_by_name(tmp_path: Path, name: s
         read_directory(tmp_path)
 
 
+def _damaged(**changes: Any) -> dict[str, Any]:
+    """Return a tokenizer.json with values put at places such as ``model__unk_token``."""
+    raw: dict[str, Any] = json.loads(read_gguf(tiny.spm_metadata()).backend.to_str())
+    for place, value in changes.items():
+        *above, last = place.split("__")
+        part = raw
+        for name in above:
+            part = part[name]
+        part[last] = value
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        # The library panics, aborts the process, or lets a list of four thousand million entries be made.
+        (_damaged(model__continuing_subword_prefix="##"), r"does not begin with the prefix '##'"),
+        (_damaged(model__vocab__zzz=3_000_000_000), "gives a token the id 3000000000; ids up to 3999999 are read"),
+        (_damaged(post_processor__special_tokens={}), r"tokenizer\.json is not a tokenizer"),
+        (_damaged(truncation={"max_length": 1, "stride": 9, "strategy": "LongestFirst", "direction": "Right"}), None),
+        (_damaged(padding={"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None,
+                           "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}), None),
+        (_damaged(decoder={"type": ["x"]}), r"tokenizer\.json is not a tokenizer"),
+        (_damaged(model__type=[]), r"tokenizer\.json is not a tokenizer"),
+    ],
+)  # fmt: skip
+def test_hostile_directory_is_refused_by_name_and_bounds_of_its_own_are_not_followed(
+    raw: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    if message is None:
+        ids = Tokenizer(read_directory(tmp_path)).encode("hello world", allow_special=True)
+        assert ids == tiny.spm().encode("hello world", allow_special=True)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            read_directory(tmp_path)
+
+
+def test_a_large_tokenizer_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**33)  # sparse
+    with pytest.raises(CheckpointError, match="has 8589934592 bytes; at most"):
+        read_directory(tmp_path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_value_in_a_directorys_files_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    files: dict[str, Any] = {
+        "tokenizer.json": json.loads(read_gguf(tiny.spm_metadata()).backend.to_str()),
+        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": {}},
+        "generation_config.json": {"eos_token_id": [1, 2]},
+    }
+    for _ in range(data.draw(st.integers(1, 2))):
+        part = files[data.draw(st.sampled_from(sorted(files)))]
+        while True:
+            if not part:
+                break
+            keys = list(part)[:9] if isinstance(part, dict) else list(range(min(3, len(part))))
+            key = data.draw(st.sampled_from(keys))
+            if not isinstance(part[key], dict | list) or data.draw(st.booleans()):
+                part[key] = data.draw(_VALUES)
+                break
+            part = part[key]
+    folder = tmp_path_factory.mktemp("any")
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    # Any other error fails the test.
+    with contextlib.suppress(CheckpointError):
+        tokenizer = Tokenizer(read_directory(folder))
+        tokenizer.encode("the <s> end\n中")
+        tokenizer.decode([1, 40, 300])
+
+
 def test_directory_without_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         read_directory(tmp_path)

@@ -26,7 +26,7 @@ PlainMessage = dict[str, Any]
 
 
 def plain_messages(messages: Sequence[Message]) -> list[PlainMessage]:
-    """Return messages in the shape templates expect: OpenAI's, arguments as objects, no nulls but the content beside calls.
+    """Return messages in the shape templates expect: OpenAI's, arguments as objects, null only as content beside calls.
 
     InvalidRequest names the index of a message whose role is no word (templates write it between control tokens).
     """
