@@ -8,7 +8,7 @@ from headway.engine.assembly import Assembly, Limits, prepare
 from headway.engine.messages import Emitted, Logprobs
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.vocabulary import read_gguf
-from headway.errors import InvalidRequest
+from headway.errors import ContextExceeded, InvalidRequest, NeverFits
 from headway.telemetry.clock import FakeClock
 from headway.types import Chunk, EngineTiming, Finish, Message, Params, Request
 from tests.engine import tiny
@@ -102,3 +102,44 @@ def test_min_tokens_counts_for_stop_strings_as_for_end_tokens() -> None:
     chunks = assembled(request(stop=("X",), min_tokens=2), *(emitted(token) for token in ids))
     assert "".join(chunk.text for chunk in chunks) == "Xa"
     assert chunks[-1].stop_reason == "X"
+
+
+def test_a_character_that_the_prompt_begins_is_whole_in_the_answer() -> None:
+    ids = tiny.byte_ids("so 👨!")
+    asked = Request(id="r", model="m", token_ids=tuple(ids[:5]), params=Params(max_tokens=20))
+    assert "".join(chunk.text for chunk in assembled(asked, *map(emitted, ids[5:]))) == "👨!"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "kind"),
+    [
+        (150, 50, None),
+        (150, 51, ContextExceeded),
+        (199, 1, None),
+        (199, None, None),
+        (200, None, ContextExceeded),
+        (200, 0, ContextExceeded),
+    ],
+)
+def test_prompt_and_answer_may_fill_the_context_and_no_more(
+    prompt: int, wanted: int | None, kind: type[ContextExceeded] | None
+) -> None:
+    asked = Request(id="r", model="m", token_ids=(5,) * prompt, params=Params(max_tokens=wanted))
+    if kind is None:
+        assert prepare(asked, tiny.bpe(), LIMITS).params.max_tokens == (wanted or 200 - prompt)
+    else:
+        with pytest.raises(kind, match="200"):
+            prepare(asked, tiny.bpe(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "fits"), [(60, 40, True), (60, 41, False), (99, None, True), (100, None, False)]
+)
+def test_prompt_and_answer_may_fill_the_kv_cache_and_no_more(prompt: int, wanted: int | None, fits: bool) -> None:
+    limits = Limits(context_tokens=200, capacity_tokens=100, vocabulary=SIZE)
+    asked = Request(id="r", model="m", token_ids=(5,) * prompt, params=Params(max_tokens=wanted))
+    if fits:
+        assert prepare(asked, tiny.bpe(), limits).params.max_tokens == 100 - prompt
+    else:
+        with pytest.raises(NeverFits, match=r"\b100\b"):
+            prepare(asked, tiny.bpe(), limits)

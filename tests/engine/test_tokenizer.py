@@ -232,6 +232,12 @@ def test_chat_no_template() -> None:
 
 # ── real models ────────────────────────────────────────────────────────────────────────────────────────────────────
 
+
+def _real_model(test: Any) -> Any:
+    # transformers takes minutes to make Gemma's tokenizer on a busy machine.
+    return pytest.mark.model(pytest.mark.timeout(600)(test))
+
+
 _MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
 
 
@@ -259,14 +265,14 @@ def _golden(name: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.model
+@_real_model
 def test_golden_prompts(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     for entry in _golden(name)["text"]:
         assert tokenizer.encode(entry["prompt"], allow_special=True) == entry["prompt_token_ids"]
 
 
-@pytest.mark.model
+@_real_model
 def test_golden_conversations(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     for entry in _golden(name)["chat"]:
@@ -276,7 +282,7 @@ def test_golden_conversations(real: tuple[str, Tokenizer]) -> None:
         assert tokenizer.encode_chat(messages) == entry["prompt_token_ids"]
 
 
-@pytest.mark.model
+@_real_model
 def test_golden_answers_decode(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     golden = _golden(name)
@@ -301,7 +307,7 @@ def reference(real: tuple[str, Tokenizer]) -> Any:
     return backend
 
 
-@pytest.mark.model
+@_real_model
 def test_tok_whitespace(real: tuple[str, Tokenizer], reference: Any) -> None:
     _, tokenizer = real
     for text in SAMPLES:
@@ -310,7 +316,7 @@ def test_tok_whitespace(real: tuple[str, Tokenizer], reference: Any) -> None:
         assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False), text
 
 
-@pytest.mark.model
+@_real_model
 def test_random_text_gives_the_references_ids(real: tuple[str, Tokenizer], reference: Any) -> None:
     _, tokenizer = real
 
@@ -324,7 +330,7 @@ def test_random_text_gives_the_references_ids(real: tuple[str, Tokenizer], refer
     check()
 
 
-@pytest.mark.model
+@_real_model
 def test_conversations_render_as_transformers_renders_them(real: tuple[str, Tokenizer]) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -190,14 +190,15 @@ def test_directory_gives_the_same_ids_as_metadata(tmp_path: Path) -> None:
         read_gguf(tiny.bpe_metadata()).backend,
         tokenizer_config__json={"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"},
         chat_template__jinja=tiny.CHATML,
-        generation_config__json={"eos_token_id": [2, 0, 10**9]},
+        generation_config__json={"eos_token_id": [2, 7, 10**9]},
+        config__json={"eos_token_id": 9},
     )
     tokenizer = Tokenizer(read_directory(tmp_path))
     for text in ("the quick <|im_end|> 中文 👨‍👩‍👧 <tool_call>", "", "  x  12"):
         assert tokenizer.encode(text) == reference.encode(text)
         assert tokenizer.encode(text, allow_special=True) == reference.encode(text, allow_special=True)
     assert tokenizer.bos_id == 1
-    assert tokenizer.eos_ids == {0, 2}
+    assert tokenizer.eos_ids == {0, 2, 7, 9}, "<|endoftext|> is a known end of a turn"
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.chat is not None
     assert tokenizer.fingerprint() == reference.fingerprint()
@@ -207,6 +208,10 @@ def test_directory_named_templates_and_flags(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, "junk"]
     config = {"chat_template": named, "bos_token": "<|im_start|>", "add_bos_token": True, "eos_token": "<|im_end|>"}
     _write_directory(tmp_path, read_gguf(tiny.bpe_metadata()).backend, tokenizer_config__json=config)
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "rag.jinja").write_text("R")
+    assert read_directory(tmp_path).templates == {"default": "D", "tool_use": "T", "rag": "R"}
     tokenizer = Tokenizer(read_directory(tmp_path))
     assert tokenizer.chat is not None
     assert (tokenizer.chat.render([], ()), tokenizer.chat.render([], ({"type": "function"},))) == ("D", "T")
