@@ -223,6 +223,19 @@ def test_turn_marks_that_are_not_special_count_as_control_tokens_and_paired_tags
     assert (ids.count(0), ids.count(3)) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}{% endfor %}", "{% if %}"]
+)
+def test_chat_template_hostile_leaves_a_model_for_raw_prompts(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = _with_template(source)
+    assert tokenizer.chat is None
+    with pytest.raises(InvalidRequest, match="chat template") as caught:
+        _chat("hi", tokenizer=tokenizer)
+    assert caught.value.param == "messages"
+    assert caught.value.message in caplog.text
+    assert tokenizer.encode("hi") == tiny.bpe().encode("hi")
+
+
 def test_chat_no_template() -> None:
     tokenizer = Tokenizer(read_gguf(tiny.bpe_metadata(tokenizer__chat_template=None)))
     assert tokenizer.chat is None
