@@ -57,6 +57,13 @@ def test_the_tokenizers_end_tokens_reach_the_engine() -> None:
     assert set(prepare(request(), tiny.bpe(), LIMITS).ends) == {0, 2}, "<|endoftext|> and <|im_end|>"
 
 
+def test_a_raw_prompt_begins_with_bos_where_the_model_wants_it_and_ids_are_taken_as_they_are() -> None:
+    limits = Limits(context_tokens=200, capacity_tokens=1000, vocabulary=tiny.spm().vocabulary_size)
+    ids = prepare(request("hello"), tiny.spm(), limits).token_ids
+    assert ids == (1, *tiny.spm().encode("hello", add_special_tokens=False))
+    assert prepare(Request(id="r", model="m", token_ids=ids[1:]), tiny.spm(), limits).token_ids == ids[1:]
+
+
 def test_choices_share_one_tuple_of_prompt_logprobs() -> None:
     asked = request("hi", n=3, prompt_logprobs=1)
     count = len(prepare(asked, tiny.bpe(), LIMITS).token_ids)

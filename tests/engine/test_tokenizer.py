@@ -32,7 +32,7 @@ SAMPLES = [
     "1 12 123 1234 12345 0.001 x  12",
     "中文测试，你好。日本語 한국어",
     "👨‍👩‍👧 👨‍👩‍👧‍👦 🏳️‍🌈 🚀🚀",
-    "I'm you're we'll DON'T they'VE",
+    "I'm you're we'll DON'T they'VE it'Sx",
     "<tool_call>\n{}\n</tool_call>",
     "user\n\n  hello:\n",
     "٣٤٥ ½ Ⅷ ㎏ ﷽",

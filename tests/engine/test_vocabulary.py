@@ -40,6 +40,9 @@ def test_smollm_cuts_digits_one_by_one_and_keeps_the_spaces_before_them() -> Non
     [
         ("gpt-2", "I'm 123  ok", ["I", "'m", "Ġ123", "Ġ", "Ġok"]),
         ("llama-bpe", "I'M 12345\n\n x", ["I", "'M", "Ġ", "123", "45", "ĊĊ", "Ġx"]),
+        ("llama-bpe", "it'Sx", ["it", "'S", "x"]),
+        ("qwen2", "it'Sx", ["it", "'S", "x"]),
+        ("gpt-2", "it'Sx", ["it", "'", "Sx"]),
         ("qwen2", "a 12\n  b", ["a", "Ġ", "1", "2", "Ċ", "Ġ", "Ġb"]),
         ("deepseek-v3", "ab 1234 #x", ["ab", "Ġ", "123", "4", "Ġ#", "x"]),
         ("deepseek-coder", "ab 12\n", ["ab", "Ġ", "1", "2", "Ċ"]),
