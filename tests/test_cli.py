@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
+from headway.kernels import machine
+from headway.kernels.reference import ReferenceKernels
+from headway.llm import LLM
 from tests.server import environ
 
 
@@ -110,6 +114,26 @@ def test_doctor_says_what_was_chosen_and_why(capsys: pytest.CaptureFixture[str])
     found = json.loads(run(capsys, "doctor", "--json")[1])
     assert found["threads"] >= 1
     assert found["threads_why"]
+
+
+def test_cgroup_cpu_one_thread_is_used_and_doctor_says_why(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for module in ("headway.doctor", "headway.llm"):
+        monkeypatch.setattr(f"{module}.usable_threads", lambda: machine.usable_threads(tmp_path, affinity=64))
+    _, out, _ = run(capsys, "doctor")
+    assert re.search(r"^threads +1  \(a cgroup quota of 1 CPUs .* on 64 CPUs\)$", out, re.MULTILINE)
+    with LLM(str(tiny_model), kv_memory="8MB") as llm:
+        assert isinstance(llm.runner.kernels, ReferenceKernels)
+        assert llm.runner.kernels.threads == 1
 
 
 def test_models_lists_the_aliases(

@@ -207,6 +207,23 @@ def test_directory_gives_the_same_ids_as_metadata(tmp_path: Path) -> None:
     assert tokenizer.fingerprint() == reference.fingerprint()
 
 
+def test_directory_tokens_that_the_config_alone_lists_are_added(tmp_path: Path) -> None:
+    listed = {
+        "900": {"content": "<|tool|>", "special": True},
+        "901": {"content": "<think>", "special": False},
+        "0": {"content": "<|endoftext|>", "special": True},
+        "x": "junk",
+    }
+    backend = read_gguf(tiny.bpe_metadata()).backend
+    _write_directory(tmp_path, backend, tokenizer_config__json={"added_tokens_decoder": listed})
+    tokenizer = Tokenizer(read_directory(tmp_path))
+    size = tiny.bpe().vocabulary_size
+    assert tokenizer.encode("<|tool|><think>", allow_special=True) == [size, size + 1]
+    assert tokenizer.special_ids == {0, 1, 2, size}
+    assert tokenizer.encode("<think>") == [size + 1]
+    assert size not in tokenizer.encode("<|tool|>")
+
+
 def test_directory_named_templates_and_flags(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, "junk"]
     config = {"chat_template": named, "bos_token": "<|im_start|>", "add_bos_token": True, "eos_token": "<|im_end|>"}
