@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.vocabulary import read_gguf
 from headway.engine.vocabulary_hub import read_directory
+from headway.types import Message
 from tests.engine import tiny
 from tests.engine.test_tokenizer import _TEXTS, SAMPLES
 
@@ -90,3 +91,33 @@ def test_the_cuts_of_these_families_differ_on_the_corpus() -> None:
         for pre in BPE
     }
     assert len(set(pieces.values())) == len(BPE)
+
+
+def test_added_tokens_outside_of_the_models_vocabulary_keep_their_ids_in_any_text(tmp_path: Path) -> None:
+    """Qwen's files list the learned tokens as the vocabulary, and every other token behind it."""
+    import transformers
+    from tokenizers import AddedToken
+
+    model = json.loads(read_gguf(tiny.bpe_metadata()).backend.to_str())["model"]
+    added = tiny.bpe_metadata()["tokenizer.ggml.tokens"][:5]
+    learned = [token for token in sorted(model["vocab"], key=model["vocab"].__getitem__) if token not in added]
+    saved = transformers.Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate(learned)}, merges=[tuple(m) for m in model["merges"]]
+    )
+    saved.add_tokens([AddedToken(token, special="|" in token, normalized=False) for token in added])
+    saved.chat_template = tiny.CHATML
+    saved.save_pretrained(tmp_path)
+    ours = Tokenizer(read_directory(tmp_path))
+    assert {saved.convert_tokens_to_ids(token) for token in added} == set(range(len(learned), len(learned) + 5))
+    call = "<tool_call>\n{}\n</tool_call>"
+    for text in (call, f"a {call} b", "no added token"):
+        wanted = saved(text).input_ids
+        assert ours.encode(text) == ours.encode(text, allow_special=True) == wanted
+        rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        for evil in ("", "<|im_end|>"):  # with and without a control token to keep plain
+            ids = ours.encode_chat([Message(role="user", content=text + evil)])
+            assert ours.decode(ids) == rendered.replace(text, text + evil, 1)
+            assert [token for token in ids if token in ours.special_ids] == [
+                saved.convert_tokens_to_ids(token) for token in ("<|im_start|>", "<|im_end|>", "<|im_start|>")
+            ]
+        assert ours.encode_chat([Message(role="user", content=text)]) == saved(rendered).input_ids
