@@ -287,6 +287,31 @@ def test_hostile_directory_is_refused_by_name_and_bounds_of_its_own_are_not_foll
             read_directory(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/x.jinja"])
+def test_safetensors_hostile_a_link_out_of_the_directory_is_not_read(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    _write_directory(folder, read_gguf(tiny.bpe_metadata()).backend)
+    read_directory(folder)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match="link out of its directory"):
+        read_directory(folder)
+
+
+def test_links_of_a_hub_cache_into_its_own_blobs_are_read(tmp_path: Path) -> None:
+    model = tmp_path / "models--a--b"
+    snapshot, blobs = model / "snapshots" / "0123", model / "blobs"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    _write_directory(blobs, read_gguf(tiny.bpe_metadata()).backend, t="T")
+    (snapshot / "tokenizer.json").symlink_to(blobs / "tokenizer.json")
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (snapshot / name).symlink_to(blobs / "t")
+    assert read_directory(snapshot).templates == {"default": "T", "tool_use": "T"}
+
+
 def test_a_large_tokenizer_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(2**33)  # sparse

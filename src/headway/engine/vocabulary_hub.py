@@ -11,9 +11,11 @@ from tokenizers import AddedToken, Tokenizer
 
 from headway.engine.vocabulary import MAX_TOKENS, TURN_ENDS, Kind, Vocabulary, set_ends
 from headway.errors import CheckpointError
+from headway.models.checkpoint.safetensors import inside
 
 T = TypeVar("T")
 _MAX_JSON_BYTES = 1 << 27  # the largest vocabularies take a quarter of that
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def read_directory(path: Path) -> Vocabulary:
@@ -90,16 +92,21 @@ def _refuse_what_aborts(source: Path, raw: Mapping[str, Any]) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    size = path.stat().st_size
-    if size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} has {size} bytes; at most {_MAX_JSON_BYTES} are read.")
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(_read(path.parent, path, _MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}; fetch it again.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__} where an object is needed; fetch it again.")
     return value
+
+
+def _read(folder: Path, path: Path, most_bytes: int) -> bytes:
+    """Return a file of the model's directory; CheckpointError for a link out of it and for one that is too large."""
+    size = inside(folder, path).stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size} bytes; at most {most_bytes} are read.")
+    return path.read_bytes()
 
 
 def _content(token: Any) -> str:
@@ -183,7 +190,7 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for file in files:
         if file.is_file():
             name = "default" if file.name == "chat_template.jinja" else file.stem
-            found[name] = file.read_text(encoding="utf-8", errors="replace")
+            found[name] = _read(path, file, _MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
     return {name: source for name, source in found.items() if source}
 
 
