@@ -244,6 +244,7 @@ def test_opening_maps_but_does_not_read_the_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b"])
 def test_real_weights_equal_those_that_the_gguf_package_reads(model: str) -> None:
     gguf = pytest.importorskip("gguf")
