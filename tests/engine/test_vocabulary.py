@@ -268,7 +268,7 @@ def _damaged(**changes: Any) -> dict[str, Any]:
         (_damaged(model__vocab__zzz=3_000_000_000), "gives a token the id 3000000000; ids up to 3999999 are read"),
         (_damaged(post_processor__special_tokens={}), r"tokenizer\.json is not a tokenizer"),
         (_damaged(truncation={"max_length": 1, "stride": 9, "strategy": "LongestFirst", "direction": "Right"}), None),
-        (_damaged(padding={"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None,
+        (_damaged(padding={"strategy": {"Fixed": 10_000}, "direction": "Right", "pad_to_multiple_of": None,
                            "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}), None),
         (_damaged(decoder={"type": ["x"]}), r"tokenizer\.json is not a tokenizer"),
         (_damaged(model__type=[]), r"tokenizer\.json is not a tokenizer"),
