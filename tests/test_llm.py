@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,3 +98,4 @@ def test_windows_of_a_score_overlap_by_half(llm: LLM, tiny_model: Path) -> None:
         score = short.score(text)
     assert score.n_tokens == len(ids)
     assert score.sum_logprob == pytest.approx(expected, abs=1e-3)
+    assert score.perplexity == pytest.approx(math.exp(-score.sum_logprob / (len(ids) - 1)))
