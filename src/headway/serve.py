@@ -96,6 +96,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
         uvicorn.Config(
             gateway.app,
             http=connection_of(config.server),
+            ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,
