@@ -327,6 +327,32 @@ def test_garbage_behind_a_running_request_is_refused_and_ends_it(serve: Serve) -
     wait_until(lambda: server.gateway.running == 0)
 
 
+def test_garbage_behind_a_stream_ends_it_and_writes_nothing_into_it(serve: Serve) -> None:
+    backend = FakeBackend(["t"] * 2000, between_s=0.01)
+    server = serve(backend)
+    with server.connect() as raw:
+        raw.sendall(post(chat(stream=True)))
+        seen = raw.recv(65536)
+        raw.sendall(b"\x00garbage\r\n\r\n")
+        seen += until_closed(raw)
+    assert seen.count(b"HTTP/1.1") == 1
+    wait_until(lambda: server.gateway.running == 0)
+
+
+def test_what_was_sent_ahead_and_answered_does_not_count_for_ever(serve: Serve) -> None:
+    server = serve()
+    head = GET[:-2] + b"x: " + b"a" * 20_000 + b"\r\n\r\n"
+    with server.connect() as raw:
+        raw.settimeout(5.0)
+        for _ in range(2 * AHEAD_BYTES // len(head)):
+            raw.sendall(head * 2)
+            seen = b""
+            while seen.count(b'{"live":true') < 2:
+                part = raw.recv(65536)
+                assert part
+                seen += part
+
+
 # Odd, but honest
 
 
