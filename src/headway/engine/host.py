@@ -22,6 +22,7 @@ from headway.engine.messages import (
     Status,
     Submit,
 )
+from headway.engine.oversize import refuse_oversize
 from headway.engine.process import EngineProcess
 from headway.engine.tokenizer import Tokenizer, load_tokenizer
 from headway.errors import (
@@ -266,7 +267,13 @@ class EngineHost:
     async def _prepare(self, request: Request) -> Submit:
         """Tokenise; long texts and conversations do it on a thread, so that streams go on."""
         if _is_long(request):
-            return await asyncio.to_thread(prepare, request, self._tokens, self._limits())
+            tokens, limits = self._tokens, self._limits()
+
+            def work() -> Submit:
+                refuse_oversize(request, tokens, limits)
+                return prepare(request, tokens, limits)
+
+            return await asyncio.to_thread(work)
         return prepare(request, self._tokens, self._limits())
 
     def _refuse_if_unable(self) -> None:
