@@ -347,7 +347,8 @@ class EngineHost:
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
             now = self._clock.now()
-            patience_s = self._config.kill_s * (START_PATIENCE if self.started is None else 1)
+            # After a failed start the next one gets more time: a machine may just be slow.
+            patience_s = self._config.kill_s * (START_PATIENCE * (1 + self._failures) if self.started is None else 1)
             stuck = self._busy_since is not None and now - self._busy_since > self._config.step_limit_s
             if self._process is not None and (now - self._beat > patience_s or stuck):
                 log.error("killing the hung engine: %s", self._hung() or "silent while it starts")
