@@ -270,6 +270,17 @@ def test_a_client_that_reads_nothing_is_cut_off(serve: Serve, stream: bool) -> N
     assert server.get("/health/live").status_code == 200
 
 
+def test_a_stream_that_the_kernel_could_hold_whole_is_cut_off_too(serve: Serve) -> None:
+    """Megabytes fit its buffers: that nobody reads would show after a thousand tokens, or never."""
+    backend = FakeBackend(["x" * 10_000] * 100)
+    server = serve(backend, write_s=0.5)
+    with server.connect() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.sendall(post(chat(stream=True)))
+        wait_until(lambda: backend.requests and server.gateway.running == 0)
+    assert server.metric("headway_cancelled_total", phase="decode", cause="slow_reader") == 1
+
+
 def _established(process: psutil.Process, ours: int, theirs: int) -> bool:
     return any(
         each.laddr.port == ours and each.raddr and each.raddr.port == theirs and each.status == psutil.CONN_ESTABLISHED

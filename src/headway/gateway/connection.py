@@ -11,6 +11,8 @@ Private names of uvicorn are overridden: pyproject.toml allows the versions that
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import Any, Final
 
 import httptools
@@ -22,6 +24,8 @@ from headway.errors import BodyTimeout, HeadersTooLarge, HeadwayError, InvalidRe
 
 AHEAD_BYTES: Final = 64 * 1024
 """What a client may send of further requests while an answer is under way."""
+UNSENT_BYTES: Final = 64 * 1024
+"""What the kernel takes before a client's network does; it would take megabytes, and hide that nobody reads."""
 LOOK_S: Final = 1.0
 """How often a connection is looked after; the limits are kept to within this."""
 
@@ -34,6 +38,9 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
         super().connection_made(transport)
+        raw = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError, AttributeError):  # another system, or no TCP
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         self._running: RequestResponseCycle | None = None
         self._in_head = False
         self._framing_bytes = 0
