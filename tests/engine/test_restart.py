@@ -92,12 +92,12 @@ def test_an_engine_that_hangs_in_its_start_is_replaced(tiny_model: Path) -> None
         async with running(tiny_model, hang_s=0.2, kill_s=0.5) as host:
             first = host.engine_pid
             kill(host)
-            await until(lambda: host.engine_pid not in (None, first))
+            await until(lambda: host.engine_pid not in (None, first), 10.0)
             second = host.engine_pid
             assert second is not None
             os.kill(second, signal.SIGSTOP)
             assert not host.health().ready
-            await until(lambda: host.health().ready, 10.0)
+            await until(lambda: host.health().ready, 40.0)
             assert host.engine_pid != second
 
     drive(scenario)

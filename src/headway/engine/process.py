@@ -104,8 +104,8 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._child.send_signal(signal.SIGKILL)
 
-    async def stop(self, limit_s: float = 5.0) -> None:
-        """Ask it to end, then make it."""
+    async def stop(self, limit_s: float = 1.0) -> None:
+        """Ask it to end, then make it: in the middle of a long step, or stopped, it does not listen."""
         self.send(Stop())
         assert self._pump is not None
         try:

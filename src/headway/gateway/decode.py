@@ -99,6 +99,7 @@ def _malformed(raw: bytes, text: str) -> InvalidRequest:
             return named
     if not raw.strip():
         return InvalidRequest("the body is empty; a JSON object is expected")
+    text = text.removeprefix("JSON is malformed: ")
     return InvalidRequest(f"the body is not valid JSON: {text[0].lower()}{text[1:]}")
 
 
