@@ -161,7 +161,8 @@ def _say_ready(config: Config, name: str, listener: socket.socket) -> None:
     print(f"ready {url} model={name} start={since_process_start():.2f}", flush=True)
     print(
         f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
+        f'-d \'{{"model": "{name}", "temperature": 0, '
+        f'"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
         f"dashboard: {url}/",
         file=sys.stderr,
         flush=True,

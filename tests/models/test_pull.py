@@ -385,3 +385,25 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys: pytest.Captu
     assert lines[0] == "tiny: 0 % of 100 MB"
     assert lines[-1] == "tiny: 100 % of 100 MB"
     assert len(lines) == 11
+
+
+@pytest.mark.parametrize(
+    ("stderr", "fault"),
+    [
+        (
+            "WARNING: slow\nERROR: Could not find it\nERROR: No matching distribution\nhint",
+            "ERROR: No matching distribution",
+        ),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  x\nOSError: [Errno 27] File too large\n",
+            "OSError: [Errno 27] File too large",
+        ),
+        (
+            "/usr/bin/python: No module named pip\n",
+            "/usr/bin/python: No module named pip; `python -m ensurepip` brings it",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_line_of_pip_that_tells_most(stderr: str, fault: str) -> None:
+    assert sources._pip_fault(stderr) == fault
