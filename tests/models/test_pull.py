@@ -280,6 +280,14 @@ def test_names_that_resolve(index: Index, env: Environment, tmp_path: Path, monk
     assert pulling.cached("x", env) is None
 
 
+def test_a_directory_that_may_not_be_read_is_named_before_anything_opens_it(
+    env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(PullError, match=f"cannot read the directory '{tmp_path}'"):
+        pulling.resolve(str(tmp_path), env)
+
+
 def test_the_list_says_what_is_here(index: Index, env: Environment) -> None:
     assert all(each.path is None for each in pulling.listing(env))
     path = pulling.pull("tiny", env)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import re
 import shutil
 import stat
@@ -75,6 +76,8 @@ def resolve(model: str, environment: Environment, progress: Progress | None = No
         raise PullError(f"the model's name is empty; name an alias ({', '.join(ALIASES)}), a directory or a .gguf file")
     path = Path(model).expanduser()
     if path.exists():
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise PullError(f"cannot read the directory {model!r}: Permission denied; its mode has to allow it")
         return path
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
         return fetch_hub_snapshot(model, environment)
