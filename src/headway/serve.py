@@ -167,7 +167,8 @@ def _say_ready(config: Config, name: str, listener: socket.socket) -> None:
     with contextlib.suppress(OSError):  # a full disk under the log is no reason to end
         print(
             f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-            f'-d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
+            f'-d \'{{"model": "{name}", "temperature": 0, '
+            f'"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
             f"dashboard: {url}/",
             file=sys.stderr,
             flush=True,

@@ -56,7 +56,13 @@ class EngineProcess:
             )
             undo.pop_all()
         ours.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:  # a start that is cancelled here has nobody else who knows of the child
+            ours.close()
+            child.kill()
+            child.wait()
+            raise
         process = cls(child, reader, writer)
         process._pump = asyncio.create_task(process._read(receive, ended), name="engine-reader")
         return process

@@ -100,7 +100,9 @@ def _malformed(raw: bytes, text: str) -> InvalidRequest:
     if not raw.strip():
         return InvalidRequest("the body is empty; a JSON object is expected")
     text = text.removeprefix("JSON is malformed: ")
-    return InvalidRequest(f"the body is not valid JSON: {text[0].lower()}{text[1:]}")
+    if not text[:2].isupper():  # not "JSON ..."
+        text = text[0].lower() + text[1:]
+    return InvalidRequest(f"the body is not valid JSON: {text}")
 
 
 def _not_finite(raw: bytes) -> InvalidRequest | None:
