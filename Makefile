@@ -22,15 +22,18 @@ bench: $(VENV)/.dev
 	@$(BIN)/python -m benchmarks.engine
 
 # Serving needs a build of the package and its few dependencies; no PyTorch.
-$(VENV)/.serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
+$(VENV)/.serve: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/pip
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
+$(VENV)/.dev: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/pip
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.serve
 
-$(VENV)/bin/python:
+# pip comes last into a new environment: one that was interrupted half-way is made again.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v < (3, 11) and sys.exit("headway needs Python 3.11 or newer; \
+	$(PYTHON) is %d.%d; choose another: make PYTHON=python3.12 ..." % v[:2])'
 	$(PYTHON) -m venv $(VENV)
 
 clean:

@@ -1,6 +1,6 @@
 """The engine without HTTP against transformers (float32, PyTorch) on the same weights, interleaved in one run.
 
-usage: python -m benchmarks.engine [--model smollm2-135m] [--repeats 5] [--no-peer]
+usage: pip install -e '.[bench]'; python -m benchmarks.engine [--model smollm2-135m] [--repeats 5] [--no-peer]
 """
 
 from __future__ import annotations

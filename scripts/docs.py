@@ -19,6 +19,15 @@ from headway import config  # noqa: E402
 from headway.cli import build_parser  # noqa: E402
 from headway.telemetry import metrics  # noqa: E402
 
+EXAMPLE = """\
+model: smollm2-135m
+engine:
+  threads: 2
+  kv_memory: 2GiB
+server:
+  port: 9000
+  access_log: true
+"""
 TREE = "```tree\n"
 NOTE = "<!-- made by scripts/docs.py; edit the code, then run `make docs` -->\n"
 
@@ -58,7 +67,8 @@ def settings() -> str:
     lines = [
         "# Settings\n",
         NOTE,
-        "`headway.yaml` (given with `--config`) may hold any of these; unknown keys are refused.",
+        "`headway.yaml` (given with `--config`) may hold any of these; unknown keys are refused. An example:\n",
+        "```yaml\n" + EXAMPLE + "```",
     ]
     parts = [("", config.Config), ("engine", config.EngineConfig), ("server", config.ServerConfig)]
     for name, kind in parts:

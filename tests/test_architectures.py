@@ -154,3 +154,20 @@ def test_prefix_exact_at_block_boundaries_on_a_model(llama: tuple[Any, LLM]) -> 
             (alone,) = plain.generate([ids[:count]], temperature=0.0, max_tokens=12, ignore_eos=True)
             assert answer.token_ids == alone.token_ids, count
             assert answer.usage.cached_tokens == cached, count
+
+
+def test_preempt_cycle_on_a_model_changes_no_token(llama: tuple[Any, LLM]) -> None:
+    """Recomputed keys and values give the tokens that each gets alone: blocks for three sequences, six of them run."""
+    _, llm = llama
+    prompts = [tuple(3 + (7 * i + 11 * k) % 250 for i in range(16)) for k in range(6)]
+    alone = [llm.generate([p], temperature=0.0, max_tokens=80, ignore_eos=True)[0].token_ids for p in prompts]
+    block = 2 * 4 * 2 * 48 * 16  # bytes of a block: K and V, float32, 2 layers, all heads
+    with LLM(
+        str(llm.path), kernels="reference", kv_memory=str(3 * 6 * block), block_tokens=16, threads=1, prefix_cache=False
+    ) as tight:
+        assert tight.started.n_blocks == 18
+        answers = tight.generate(prompts, temperature=0.0, max_tokens=80, ignore_eos=True)
+        load = tight.engine.load()
+    assert [answer.token_ids for answer in answers] == alone
+    assert 1 <= load.preemptions <= 6
+    assert (load.blocks_held, load.integrity) == (0, "")

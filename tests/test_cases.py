@@ -206,6 +206,18 @@ def test_chat_no_template_is_a_400_that_names_the_other_endpoint(tmp_path: Path)
         assert completion(base)["usage"]["completion_tokens"] == 40
 
 
+def test_chat_template_hostile_is_refused_in_bounded_time_and_raw_prompts_are_answered(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "hostile", template="{% for i in range(10**9) %}{{ ''.__class__ }}{% endfor %}")
+    with serving(folder, "--kv-memory", "8MB", "--threads", "1") as hostile:
+        began = time.monotonic()
+        for path in ("/v1/chat/completions", "/tokenize"):
+            answer = post(hostile, {"messages": [USER]}, path)
+            assert answer.status_code == 400
+            assert "chat template was refused" in answer.json()["error"]["message"]
+        assert time.monotonic() - began < 5.0
+        assert completion(hostile)["usage"]["completion_tokens"] == 40
+
+
 def test_never_fits_is_refused_at_once_and_others_go_on(server: Server) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         other = pool.submit(completion, server, max_tokens=600)
@@ -218,6 +230,22 @@ def test_never_fits_is_refused_at_once_and_others_go_on(server: Server) -> None:
         assert "2500" in error["message"]
         assert "2048" in error["message"]
         assert other.result()["usage"]["completion_tokens"] == 600
+
+
+def test_never_fits_a_request_larger_than_all_blocks_is_refused_and_others_go_on(tiny_model: Path) -> None:
+    with serving(tiny_model, "--kv-memory", "300KB", "--threads", "1") as small:
+        load = small.load()
+        capacity = load["blocks_free"] * load["block_tokens"]
+        assert 100 < capacity < 2048
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            other = pool.submit(completion, small, max_tokens=capacity - len(PROMPT))
+            answer = post(small, {"prompt": PROMPT, "max_tokens": capacity})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["code"] == "exceeds_kv_capacity"
+            assert str(capacity) in error["message"]
+            assert f"{len(PROMPT)} tokens and the answer up to {capacity}" in error["message"]
+            assert other.result()["usage"]["completion_tokens"] == capacity - len(PROMPT)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from headway.cli import main
+from headway.kernels import machine
+from headway.kernels.reference import ReferenceKernels
+from headway.llm import LLM
+from headway.types import Message
 from tests.server import environ
 
 
@@ -87,6 +92,64 @@ def test_chat_answers_each_line_and_shows_its_rate(
     assert err.count("[TTFT ") == 2
 
 
+def test_chat_joins_lines_and_passes_over_empty_ones_of_a_pipe(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def answer(llm: object, talk: list[Message], params: object) -> str:
+        asked.append(talk[-1].content if isinstance(talk[-1].content, str) else "")
+        return "yes"
+
+    monkeypatch.setattr("headway.commands._answer", answer)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\\\ntwo\n\n  \nthree\nunfinished\\\n"))
+    assert run(capsys, "chat", str(tiny_model))[0] == 0
+    assert asked == ["one\ntwo", "three", "unfinished"]
+
+
+@pytest.mark.parametrize("where", ["/dev/full", "closed pipe"])
+def test_output_that_cannot_be_written_is_no_traceback(tiny_model: Path, where: str) -> None:
+    argv = [sys.executable, "-m", "headway", "generate", str(tiny_model), "--prompt", "the", "--max-tokens", "4"]
+    if where == "/dev/full":
+        with Path(where).open("wb") as out:
+            done = subprocess.run(argv, stdout=out, stderr=subprocess.PIPE, text=True, env=environ(), check=False)
+        assert done.stderr == "headway: No space left on device\n"
+    else:
+        ours, theirs = os.pipe()
+        os.close(ours)
+        done = subprocess.run(argv, stdout=theirs, stderr=subprocess.PIPE, text=True, env=environ(), check=False)
+        os.close(theirs)
+        assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_an_error_that_no_command_foresaw_names_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Path:
+        raise PermissionError(13, "Permission denied", "/locked/model.safetensors")
+
+    monkeypatch.setattr("headway.commands.pull", refuse)
+    code, out, err = run(capsys, "pull", "x")
+    assert (code, out, err) == (1, "", "headway: '/locked/model.safetensors': Permission denied\n")
+
+
+def test_doctor_names_a_cache_that_may_not_be_entered(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)  # as unreadable as a forbidden directory, also for root
+    monkeypatch.setenv("HEADWAY_CACHE", str(loop))
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert "set HEADWAY_CACHE" in out
+    assert "<- mend this" in out
+    code, _, err = run(capsys, "generate", "--prompt", "x")
+    assert code == 1
+    assert str(loop) in err
+    assert "set HEADWAY_CACHE" in err
+
+
 def test_bench_engine_has_the_contracts_fields(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(
         capsys, "bench", "engine", str(tiny_model), "--json", "--kv-memory", "8MB",
@@ -110,6 +173,26 @@ def test_doctor_says_what_was_chosen_and_why(capsys: pytest.CaptureFixture[str])
     found = json.loads(run(capsys, "doctor", "--json")[1])
     assert found["threads"] >= 1
     assert found["threads_why"]
+
+
+def test_cgroup_cpu_one_thread_is_used_and_doctor_says_why(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "sys/fs/cgroup/cgroup.controllers": "cpu memory\n",
+        "proc/self/cgroup": "0::/\n",
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for module in ("headway.doctor", "headway.llm"):
+        monkeypatch.setattr(f"{module}.usable_threads", lambda: machine.usable_threads(tmp_path, affinity=64))
+    _, out, _ = run(capsys, "doctor")
+    assert re.search(r"^threads +1  \(a cgroup quota of 1 CPUs .* on 64 CPUs\)$", out, re.MULTILINE)
+    with LLM(str(tiny_model), kv_memory="8MB") as llm:
+        assert isinstance(llm.runner.kernels, ReferenceKernels)
+        assert llm.runner.kernels.threads == 1
 
 
 def test_models_lists_the_aliases(
@@ -138,6 +221,10 @@ def test_models_lists_the_aliases(
         (["serve", "MODEL", "--port", "99999"], 2, "99999"),
         (["serve", "MODEL", "--config", "absent.yaml"], 1, "absent.yaml"),
         (["frobnicate"], 2, "frobnicate"),
+        (["generate", "", "--prompt", "x"], 1, "name is empty"),
+        (["generate", "MODEL", "--prompt", "x", "--threads", "99999"], 2, "99999 is more than 1024"),
+        (["bench", "engine", "MODEL", "--contexts", "16,100000"], 2, "--contexts 100000: the model's context is"),
+        (["bench", "engine", "MODEL", "--prefills", "100000"], 2, "--prefills 100000"),
         (["bench", "engine", "MODEL", "--batches", "1,x"], 2, "1,x"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +83,19 @@ def test_a_text_longer_than_the_context_is_scored_in_windows(tiny_model: Path) -
 def test_n_is_refused_with_the_way_out(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="repeat the prompt"):
         llm.generate("x", n=2)
+
+
+def test_windows_of_a_score_overlap_by_half(llm: LLM, tiny_model: Path) -> None:
+    text = "the quick brown fox jumps over a lazy dog and a token " * 8
+    ids = llm.tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > 80
+    expected = 0.0
+    for begin in range(0, len(ids), 16):  # windows of 31 tokens, each with the last 15 of the one before
+        window = ids[begin : begin + 31]
+        (answer,) = llm.generate([tuple(window)], max_tokens=0, prompt_logprobs=0)
+        expected += sum(entry.logprob for entry in answer.prompt_logprobs[15 if begin else 1 :] if entry is not None)
+    with LLM(str(tiny_model), kv_memory="8MB", block_tokens=16, threads=1, context_tokens=32) as short:
+        score = short.score(text)
+    assert score.n_tokens == len(ids)
+    assert score.sum_logprob == pytest.approx(expected, abs=1e-3)
+    assert score.perplexity == pytest.approx(math.exp(-score.sum_logprob / (len(ids) - 1)))

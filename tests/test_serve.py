@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -203,8 +204,6 @@ def test_case_stream_error_late_a_killed_engine_is_an_error_and_then_an_answer(s
 
 
 def test_metrics_name_what_happened(server: Server) -> None:
-    import urllib.request
-
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     for name in (
@@ -288,6 +287,35 @@ def test_the_log_is_json_lines_and_holds_the_access_lines_that_were_asked_for(ti
     assert [record["level"] for record in records if record["logger"] == "headway.serve"] == ["warning"]  # the drain
 
 
+def test_a_full_disk_under_the_log_does_not_end_the_server(tiny_model: Path, tmp_path: Path) -> None:
+    config = tmp_path / "headway.yaml"
+    config.write_text("engine: {kv_memory: 16MB, threads: 1}\nserver: {access_log: true}\n", encoding="utf-8")
+    argv = [sys.executable, "-m", "headway.cli", "serve", str(tiny_model), "--port", "0", "--config", str(config)]
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=full, text=True, env=environ()) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[1]
+            for _ in range(2):
+                with urllib.request.urlopen(f"{url}/health/live", timeout=10) as answer:
+                    assert answer.status == 200
+            process.terminate()
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+
+
+def test_a_ready_line_that_cannot_be_written_is_one_clear_line(tiny_model: Path) -> None:
+    argv = [sys.executable, "-m", "headway.cli", "serve", str(tiny_model), "--port", "0"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=environ(), timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "stdout" in done.stderr
+
+
 def test_verbose_logs_the_settings_that_hold(tmp_path: Path) -> None:
     argv = [
         sys.executable,
@@ -325,6 +353,40 @@ def test_a_second_sigterm_ends_what_runs_with_an_error_and_exits_at_once(tiny_mo
         assert server.process.wait(5) == 0
         # The stream alone would run for seconds, and may by the limit of 10 s.
         assert time.monotonic() - began < 1.5
+
+
+def test_the_end_of_the_terminal_drains_unless_it_is_to_be_ignored(tiny_model: Path, settings: Path) -> None:
+    with serving(tiny_model, "--config", str(settings)) as server, client(server) as ai:
+        stream = ai.completions.create(
+            model=server.model, prompt=[5, 6, 7], max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        for pid in (server.engine_pid(), server.process.pid):
+            os.kill(pid, signal.SIGHUP)
+        assert [c.choices[0].finish_reason for c in stream if c.choices][-1] == "length"
+        assert server.process.wait(10) == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does it; the child inherits it
+    try:
+        with serving(tiny_model, "--config", str(settings)) as server, client(server) as ai:
+            server.process.send_signal(signal.SIGHUP)
+            time.sleep(0.2)
+            assert server.get("/health/ready")["ready"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stopped_engine_does_not_hold_up_a_second_sigterm(tiny_model: Path, settings: Path) -> None:
+    with serving(tiny_model, "--config", str(settings)) as server:
+        engine = psutil.Process(server.engine_pid())
+        engine.suspend()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.process.wait(10) == 0
+        assert time.monotonic() - began < 4.0
+        psutil.wait_procs([engine], 5)
+        assert not engine.is_running()
 
 
 def test_a_taken_port_is_one_clear_line(tiny_model: Path) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from headway import __version__
-from headway.config import Config, load_config, parse_bytes
+from headway.config import MOST_THREADS, Config, load_config, parse_bytes
 from headway.errors import ClientError, ConfigError, HeadwayError
 from headway.telemetry.log import setup_logging
 
@@ -26,6 +28,16 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "positive integer"
+
+
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{value} is more than {MOST_THREADS}")
+    return value
+
+
+_threads.__name__ = "positive integer"
 
 
 def _port(text: str) -> int:
@@ -54,7 +66,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     """Settings of the engine that every command which runs a model takes."""
     parser.add_argument("--kernels", choices=KERNELS, help="implementation of the Ops (default: auto)")
     parser.add_argument(
-        "--threads", type=_positive, metavar="N", help="compute threads (default: what the cgroup allows)"
+        "--threads", type=_threads, metavar="N", help="compute threads (default: what the cgroup allows)"
     )
     parser.add_argument(
         "--kv-memory", type=_memory, metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)"
@@ -164,17 +176,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         from headway import commands
 
         logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        return commands.run(args, _settings(args).engine if hasattr(args, "kernels") else None)
+        status = commands.run(args, _settings(args).engine if hasattr(args, "kernels") else None)
+        sys.stdout.flush()
+        return status
     except ClientError as error:
         print(f"headway: {error.message}", file=sys.stderr)
         return 2
     except HeadwayError as error:
         print(f"headway: {error.message}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read our output has left
+        _give_up_stdout()
+        return 1
+    except (OSError, UnicodeError) as error:
+        # What no command foresaw: a full disk behind stdout, a folder that may not be entered, bytes that are no text.
+        logging.getLogger("headway").info("the error in full", exc_info=True)
+        _give_up_stdout()
+        named = getattr(error, "filename", None)
+        reason = getattr(error, "strerror", None) or str(error)
+        print(f"headway: {reason}" if named is None else f"headway: {str(named)!r}: {reason}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _give_up_stdout() -> None:
+    """Let the interpreter's last flush go nowhere: it would fail again, with a traceback and a status of its own."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

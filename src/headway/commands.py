@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -161,20 +162,23 @@ def generate(args: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def chat(args: argparse.Namespace, config: EngineConfig) -> int:
-    """Talk until end of input; each answer is followed by its TTFT and rate on stderr."""
+    """Talk until end of input, or an empty line in a terminal; TTFT and rate of each answer go to stderr."""
     from headway.llm import LLM
 
     talk: list[Message] = [Message(role="system", content=args.system)] if args.system else []
     params = Params(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed)
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - gives input() its editing, and lines beyond the terminal's 4,096 bytes
     with LLM(args.model, config=config) as llm:
-        print(f"{args.model} on {llm.started.kernels}; an empty line or Ctrl-D ends", file=sys.stderr)
+        print(f"{args.model} on {llm.started.kernels}; \\ goes on in the next line, Ctrl-D ends", file=sys.stderr)
         while True:
-            try:
-                line = input("> " if sys.stdin.isatty() else "")
-            except EOFError:
+            line = _line(terminal)
+            if line is None or (terminal and not line.strip()):
                 return 0
             if not line.strip():
-                return 0
+                continue
             talk.append(Message(role="user", content=line))
             try:
                 talk.append(Message(role="assistant", content=_answer(llm, talk, params)))
@@ -184,6 +188,22 @@ def chat(args: argparse.Namespace, config: EngineConfig) -> int:
             except KeyboardInterrupt:
                 talk.pop()
                 print("\n(stopped)", file=sys.stderr)
+
+
+def _line(terminal: bool) -> str | None:
+    """Return what was typed, without the backslashes that join lines; None at the end of input."""
+    lines: list[str] = []
+    while True:
+        try:
+            line = input(("... " if lines else "> ") if terminal else "")
+        except EOFError:
+            return "\n".join(lines) if lines else None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            raise
+        lines.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            return "\n".join(lines)
 
 
 def _answer(llm: Any, talk: list[Message], params: Params) -> str:
@@ -236,6 +256,10 @@ def bench_engine(args: argparse.Namespace, config: EngineConfig) -> int:
     batches, contexts = numbers(args.batches, "batches"), numbers(args.contexts, "contexts")
     prefills = numbers(args.prefills, "prefills")
     with LLM(args.model, config=msgspec.structs.replace(config, prefix_cache=False)) as llm:
+        limit = llm.started.context_tokens
+        for name, most in (("contexts", max(contexts)), ("prefills", max(prefills))):
+            if most > limit:
+                raise InvalidRequest(f"--{name} {most}: the model's context is {limit} tokens")
         report = measure(
             EngineWorkload(llm), batches=batches, contexts=contexts, prefills=prefills, repeats=args.repeats
         )

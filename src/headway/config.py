@@ -12,6 +12,8 @@ import msgspec
 from headway.errors import ConfigError
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+MOST_THREADS = 1024
+"""Far above any use; a mistyped number is refused before the machine runs out of threads."""
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
 
@@ -20,7 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     kernels: Literal["auto", "cpu", "cuda", "reference"] = "auto"
     """Which implementation of the Ops runs the model."""
-    threads: Positive | None = None
+    threads: Annotated[int, msgspec.Meta(ge=1, le=MOST_THREADS)] | None = None
     """Compute threads; by default what the affinity mask and the cgroup quota allow."""
     kv_memory: str | None = None
     """Memory for the KV cache, such as "2GiB"; by default a share of what the cgroup leaves available."""
@@ -52,7 +54,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The HTTP side."""
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one."""
     body_bytes: Positive = 8 * 1024 * 1024
     """Largest request body."""
     head_bytes: Positive = 64 * 1024
@@ -77,6 +81,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The whole deployment: ``headway.yaml`` has this shape."""
 
     model: str = "smollm2-135m"
+    """Alias, directory in Hugging Face layout, .gguf file or hub id."""
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
 
@@ -85,7 +90,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """What the environment may set."""
 
     cache: Path
-    """HEADWAY_CACHE: where pulled models are kept."""
+    """HEADWAY_CACHE: where pulled models are kept; by default headway in XDG_CACHE_HOME or ~/.cache."""
     hub_offline: bool
     """HF_HUB_OFFLINE: never ask a hub."""
     isa: str = ""

@@ -13,6 +13,7 @@ import msgspec
 
 from headway import __version__
 from headway.config import EngineConfig, Environment
+from headway.errors import PullError
 from headway.kernels import pick_kernels
 from headway.kernels.machine import available_memory, cpu_model, instruction_sets, usable_threads
 from headway.models.pull import listing
@@ -90,7 +91,10 @@ def _packages() -> Finding:
 
 def _cache(environment: Environment) -> Finding:
     place = environment.cache
-    cached = [row.alias.name for row in listing(environment) if row.path]
+    try:
+        cached = [row.alias.name for row in listing(environment) if row.path]
+    except PullError as error:
+        return Finding(topic="cache", value=str(place), why=error.message, ok=False)
     parent = next((p for p in (place, *place.parents) if p.exists()), place)
     writable = os.access(parent, os.W_OK)
     why = f"cached: {', '.join(cached) or 'nothing'}"

@@ -31,7 +31,7 @@ log = logging.getLogger("headway.serve")
 
 
 def serve(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status."""
+    """Serve until SIGTERM, SIGINT or SIGHUP; return the exit status."""
     log.info("settings", extra={"fields": msgspec.to_builtins(config)})
     listener = _bind(config.server.host, config.server.port)  # before the model: a taken port is known at once
     try:
@@ -96,6 +96,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
         uvicorn.Config(
             gateway.app,
             http=connection_of(config.server),
+            ws="none",
             lifespan="off",
             access_log=False,
             log_config=None,
@@ -120,7 +121,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
 
 
 def _on_signals(config: Config, gateway: Gateway, host: EngineHost, server: uvicorn.Server) -> list[asyncio.Task[None]]:
-    """First SIGTERM or SIGINT drains, the second ends what still runs, with an error, and stops."""
+    """First SIGTERM, SIGINT or SIGHUP drains, the second ends what still runs, with an error, and stops."""
     stopping: list[asyncio.Task[None]] = []
     hurry = asyncio.Event()
 
@@ -147,8 +148,9 @@ def _on_signals(config: Config, gateway: Gateway, host: EngineHost, server: uvic
             stopping.append(asyncio.get_running_loop().create_task(drain()))
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup has it ignored
+            loop.add_signal_handler(number, stop)
     return stopping
 
 
@@ -158,14 +160,19 @@ def _say_ready(config: Config, name: str, listener: socket.socket) -> None:
     host = config.server.host
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
-    print(f"ready {url} model={name} start={since_process_start():.2f}", flush=True)
-    print(
-        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
-        f'-d \'{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}\'\n'
-        f"dashboard: {url}/",
-        file=sys.stderr,
-        flush=True,
-    )
+    try:
+        print(f"ready {url} model={name} start={since_process_start():.2f}", flush=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write the ready line to stdout: {error.strerror or error}") from error
+    with contextlib.suppress(OSError):  # a full disk under the log is no reason to end
+        print(
+            f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
+            f'-d \'{{"model": "{name}", "temperature": 0, '
+            f'"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
+            f"dashboard: {url}/",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def since_process_start() -> float:

@@ -1,4 +1,4 @@
-"""The engine as something that ``bench.engine`` can time: the runner and the sampler's argmax, without HTTP."""
+"""The engine as something that a benchmark can time: the runner and the sampler's argmax, without HTTP."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from headway.engine.assembly import Assembly, Limits, prepare
 from headway.engine.messages import Emitted, Logprobs
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.vocabulary import read_gguf
-from headway.errors import InvalidRequest
+from headway.errors import ContextExceeded, InvalidRequest, NeverFits
 from headway.telemetry.clock import FakeClock
 from headway.types import Chunk, EngineTiming, Finish, Message, Params, Request
 from tests.engine import tiny
@@ -57,6 +57,13 @@ def test_the_tokenizers_end_tokens_reach_the_engine() -> None:
     assert set(prepare(request(), tiny.bpe(), LIMITS).ends) == {0, 2}, "<|endoftext|> and <|im_end|>"
 
 
+def test_a_raw_prompt_begins_with_bos_where_the_model_wants_it_and_ids_are_taken_as_they_are() -> None:
+    limits = Limits(context_tokens=200, capacity_tokens=1000, vocabulary=tiny.spm().vocabulary_size)
+    ids = prepare(request("hello"), tiny.spm(), limits).token_ids
+    assert ids == (1, *tiny.spm().encode("hello", add_special_tokens=False))
+    assert prepare(Request(id="r", model="m", token_ids=ids[1:]), tiny.spm(), limits).token_ids == ids[1:]
+
+
 def test_choices_share_one_tuple_of_prompt_logprobs() -> None:
     asked = request("hi", n=3, prompt_logprobs=1)
     count = len(prepare(asked, tiny.bpe(), LIMITS).token_ids)
@@ -102,3 +109,44 @@ def test_min_tokens_counts_for_stop_strings_as_for_end_tokens() -> None:
     chunks = assembled(request(stop=("X",), min_tokens=2), *(emitted(token) for token in ids))
     assert "".join(chunk.text for chunk in chunks) == "Xa"
     assert chunks[-1].stop_reason == "X"
+
+
+def test_a_character_that_the_prompt_begins_is_whole_in_the_answer() -> None:
+    ids = tiny.byte_ids("so 👨!")
+    asked = Request(id="r", model="m", token_ids=tuple(ids[:5]), params=Params(max_tokens=20))
+    assert "".join(chunk.text for chunk in assembled(asked, *map(emitted, ids[5:]))) == "👨!"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "kind"),
+    [
+        (150, 50, None),
+        (150, 51, ContextExceeded),
+        (199, 1, None),
+        (199, None, None),
+        (200, None, ContextExceeded),
+        (200, 0, ContextExceeded),
+    ],
+)
+def test_prompt_and_answer_may_fill_the_context_and_no_more(
+    prompt: int, wanted: int | None, kind: type[ContextExceeded] | None
+) -> None:
+    asked = Request(id="r", model="m", token_ids=(5,) * prompt, params=Params(max_tokens=wanted))
+    if kind is None:
+        assert prepare(asked, tiny.bpe(), LIMITS).params.max_tokens == (wanted or 200 - prompt)
+    else:
+        with pytest.raises(kind, match="200"):
+            prepare(asked, tiny.bpe(), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "wanted", "fits"), [(60, 40, True), (60, 41, False), (99, None, True), (100, None, False)]
+)
+def test_prompt_and_answer_may_fill_the_kv_cache_and_no_more(prompt: int, wanted: int | None, fits: bool) -> None:
+    limits = Limits(context_tokens=200, capacity_tokens=100, vocabulary=SIZE)
+    asked = Request(id="r", model="m", token_ids=(5,) * prompt, params=Params(max_tokens=wanted))
+    if fits:
+        assert prepare(asked, tiny.bpe(), limits).params.max_tokens == 100 - prompt
+    else:
+        with pytest.raises(NeverFits, match=r"\b100\b"):
+            prepare(asked, tiny.bpe(), limits)

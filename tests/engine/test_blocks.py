@@ -76,6 +76,14 @@ def test_the_same_block_after_another_start_does_not_match() -> None:
     assert cached_tokens(pool, [0, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
 
 
+def test_the_same_block_after_two_starts_is_cached_for_both() -> None:
+    pool = BlockPool(8, 4)
+    prompts = [[start, 2, 3, 4, 5, 6, 7, 8, 9] for start in (0, 1)]
+    for prompt in prompts:
+        pool.release(fill(pool, prompt))
+    assert [cached_tokens(pool, prompt) for prompt in prompts] == [8, 8]
+
+
 def test_prefix_cache_off_finds_and_keeps_nothing() -> None:
     pool = BlockPool(8, 4, prefix_cache=False)
     pool.release(fill(pool, range(8)))

@@ -78,10 +78,12 @@ def test_an_unfinished_character_waits_and_is_replaced_at_the_end() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
-def test_a_character_begun_by_the_prompt_is_whole_in_the_answer() -> None:
-    ids = tiny.byte_ids("so €5")
-    detokenizer = Detokenizer(tiny.bpe(), after=ids[:4])
-    assert detokenizer.feed(ids[4:]) + detokenizer.flush() == "€5"
+@pytest.mark.parametrize(("text", "first"), [("so €5", 3), ("so 👨5", 3), ("👨5", 0)])
+def test_a_character_begun_by_the_prompt_is_whole_in_the_answer(text: str, first: int) -> None:
+    ids = tiny.byte_ids(text)
+    for cut in range(first + 1, len(ids) - 1):
+        detokenizer = Detokenizer(tiny.bpe(), after=ids[:cut])
+        assert detokenizer.feed(ids[cut:]) + detokenizer.flush() == text[first:]
 
 
 def test_without_the_prompt_such_bytes_are_replaced() -> None:

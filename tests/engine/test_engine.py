@@ -178,6 +178,14 @@ def test_seed_neighbours_change_no_token() -> None:
     assert Bench().answer(submit("me", LONG[:9], temperature=1.0, seed=8, ignore_eos=True)) != alone
 
 
+@pytest.mark.parametrize("seed", [0, -1, 2**63 - 1])
+def test_seed_neighbours_any_seed_repeats(seed: int) -> None:
+    answers = {
+        tuple(Bench().answer(submit("me", LONG[:9], temperature=1.5, seed=seed, ignore_eos=True))) for _ in range(3)
+    }
+    assert len(answers) == 1
+
+
 def test_seed_neighbours_without_a_seed_answers_differ() -> None:
     answers = {tuple(Bench().answer(submit("me", LONG[:9], temperature=1.5, ignore_eos=True))) for _ in range(4)}
     assert len(answers) == 4
@@ -236,6 +244,17 @@ def test_prompt_logprobs_are_complete_after_preemption() -> None:
     bench.run()
     (found,) = [m.prompt_logprobs for m in bench.said if isinstance(m, Emitted) and m.prompt_logprobs]
     assert [detail.token_id for detail in found if detail is not None] == list(LONG[1:])
+
+
+def test_a_preempted_request_counts_its_prompt_once_and_keeps_its_cached_tokens() -> None:
+    bench = Bench()
+    bench.engine.submit(submit("a", LONG, ignore_eos=True))
+    bench.steps(4)
+    bench.engine.scheduler._preempt(bench.engine.scheduler.running[0])
+    bench.run()
+    load = bench.engine.load()
+    assert (load.prefix_hit_tokens, load.prefix_miss_tokens) == (0, len(LONG))
+    assert (bench.timing("a").cached_tokens, bench.timing("a").preemptions) == (0, 1)
 
 
 def test_prompt_logprobs_of_one_token() -> None:

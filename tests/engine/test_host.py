@@ -196,6 +196,11 @@ def test_case_health_hung_a_stopped_engine_is_not_live(tiny_model: Path) -> None
     drive(scenario)
 
 
+def test_health_hung_is_noticed_within_five_seconds_by_default() -> None:
+    config = EngineConfig()
+    assert config.hang_s + config.heartbeat_s < 5
+
+
 def test_health_hung_a_step_that_does_not_end_is_not_live(tiny_model: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model) as host:

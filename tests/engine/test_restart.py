@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
+from headway.config import EngineConfig
 from headway.engine import host as module
 from headway.engine.assembly import prepare
 from headway.engine.host import START_ATTEMPTS, EngineHost
+from headway.engine.launch_spec import EngineSpec
 from headway.engine.process import EngineProcess
 from headway.errors import EngineDied
 from headway.types import Message, Request
@@ -92,12 +95,12 @@ def test_an_engine_that_hangs_in_its_start_is_replaced(tiny_model: Path) -> None
         async with running(tiny_model, hang_s=0.2, kill_s=0.5) as host:
             first = host.engine_pid
             kill(host)
-            await until(lambda: host.engine_pid not in (None, first))
+            await until(lambda: host.engine_pid not in (None, first), 10.0)
             second = host.engine_pid
             assert second is not None
             os.kill(second, signal.SIGSTOP)
             assert not host.health().ready
-            await until(lambda: host.health().ready, 10.0)
+            await until(lambda: host.health().ready, 40.0)
             assert host.engine_pid != second
 
     drive(scenario)
@@ -119,6 +122,32 @@ def test_a_machine_that_cannot_spawn_is_a_failed_start_and_tried_again(
             kill(host)
             await until(lambda: host.restarts == 1, 10.0)
             assert len(ids(await collect(host, request("after")))) == 24
+
+    drive(scenario)
+
+
+def test_a_start_that_is_cancelled_leaves_no_child(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Noted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    async def never(**_: Any) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    monkeypatch.setattr(asyncio, "open_unix_connection", never)
+
+    async def scenario() -> None:
+        spec = EngineSpec(model=str(tiny_model), config=EngineConfig(), threads=1)
+        start = asyncio.create_task(EngineProcess.start(spec, lambda _: None, lambda _: None))
+        await until(lambda: bool(started), 10.0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert started[0].returncode is not None
 
     drive(scenario)
 

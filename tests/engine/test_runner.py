@@ -136,7 +136,7 @@ def test_a_pool_size_that_was_asked_for_is_taken() -> None:
     ("changes", "kv_bytes", "message"),
     [
         ({"context": 131072}, None, r"131,072 tokens, which takes 4,096.0 MiB .* 1,000.0 MiB are available"),
-        ({"weights": 2000 * MIB}, None, r"the weights take 2,000.0 MiB, 0.0 MiB are left"),
+        ({"weights": 2000 * MIB}, None, r"the weights take 2,000.0 MiB, 0 bytes are left"),
         ({}, 900 * MIB, r"engine.kv_memory of 900.0 MiB does not fit: .* 800.0 MiB are left"),
         ({}, 1000, r"holds no block of 32 tokens \(1.0 MiB\)"),
     ],

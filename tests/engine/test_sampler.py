@@ -179,6 +179,12 @@ def test_equal_logits_are_cut_by_id() -> None:
     assert {pick(logits, Params(top_k=5, top_p=0.4), u / 50) for u in range(50)} == {1, 2}
 
 
+def test_top_p_that_is_met_exactly_takes_no_token_more() -> None:
+    logits = np.zeros(8, dtype=np.float32)
+    for top_p, kept in ((0.25, 2), (0.5, 4), (0.5001, 5), (1.0, 8)):
+        assert {pick(logits, Params(top_p=top_p), u / 64) for u in range(64)} == set(range(kept))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 999), vocabulary=st.integers(250, 3000), count=st.integers(1, 300), levels=st.integers(1, 2000)

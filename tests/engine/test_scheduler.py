@@ -301,9 +301,9 @@ def test_a_step_of_256_running_sequences_is_planned_in_a_millisecond_or_two() ->
         desk.add(20, 5000, start=400_000 + 1000 * i)
     times = []
     for _ in range(40):
-        start = time.perf_counter()
+        start = time.thread_time()
         items = desk.scheduler.schedule(desk.now)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
         for item in items:
             desk.done(item)
     assert sorted(times)[20] < 0.002

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
@@ -60,7 +61,7 @@ def test_no_tools_are_none_and_tool_use_is_chosen_by_name() -> None:
     assert (template.render(_USER), template.render(_USER, [_TOOL])) == ("D", "T")
 
 
-def test_plain_messages_have_the_nested_shape_without_nulls() -> None:
+def test_plain_messages_have_the_nested_shape() -> None:
     calls = (ToolCall(id="1", name="f", arguments='{"a": 1}'), ToolCall(id="2", name="g", arguments="not json"))
     messages = [
         Message(role="assistant", tool_calls=calls),
@@ -69,6 +70,7 @@ def test_plain_messages_have_the_nested_shape_without_nulls() -> None:
     assert plain_messages(messages) == [
         {
             "role": "assistant",
+            "content": None,
             "tool_calls": [
                 {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}},
                 {"id": "2", "type": "function", "function": {"name": "g", "arguments": "not json"}},
@@ -118,6 +120,63 @@ def test_chat_roles_the_templates_own_refusal_is_passed_on() -> None:
 def test_chat_roles_unusual_orders_render(messages: list[tuple[str, str]], text: str) -> None:
     given = plain_messages([Message(role=role, content=content) for role, content in messages])
     assert _render("{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}", given) == text
+
+
+# What families of templates do: join texts, ask for calls first, ask whether the content is none, insist on an order.
+_FAMILIES = {
+    "joins": tiny.CHATML,
+    "asks": "{% if messages[0].role == 'system' %}{{ '<sys>' + messages[0].content }}{% else %}<sys>default{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' or (m.role == 'system' and not loop.first) or (m.role == 'assistant' and not m.tool_calls)"
+    " %}{{ '<' + m.role + '>' + m.content }}"
+    "{% elif m.role == 'assistant' %}<assistant>{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for call in m.tool_calls %}{% set f = call.function %}"
+    "{{ '<call>{\"name\": \"' + f.name + '\", \"arguments\": ' + (f.arguments | tojson) + '}' }}{% endfor %}"
+    "{% elif m.role == 'tool' %}{{ '<response>' + m.content }}{% endif %}{% endfor %}",
+    "none": "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+    "{% for call in m['tool_calls'] %}{{ '<call>' + call['function']['name'] }}{% endfor %}"
+    "{% elif m['content'] is not none %}{{ '<' + m['role'] + '>' + m['content'] }}{% endif %}{% endfor %}",
+    "trims": "{% for m in messages %}<{{ m['role'] }}>{% if 'tool_calls' in m %}{{ m.tool_calls | length }}{% else %}"
+    "{{ m['content'] | trim }}{% endif %}{% endfor %}",
+    "insists": "{% set rest = messages[1:] if messages[0]['role'] == 'system' else messages %}"
+    "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '[' + m['content'] | trim + ']' }}{% endfor %}",
+}
+_CALLS = (ToolCall(id="1", name="f", arguments='{"é": [1, null]}'), ToolCall(id="2", name="g", arguments="{}"))
+_SHAPES: dict[str, list[tuple[str, str | None]]] = {
+    "system twice": [("system", "a"), ("system", "b"), ("user", "c")],
+    "users in a row": [("user", "a"), ("user", " b\n")],
+    "assistant first": [("assistant", "a"), ("user", "b")],
+    "empty": [("user", "")],
+    "calls": [("user", "a"), ("assistant", None), ("tool", "1"), ("tool", "")],
+    "calls and text": [("user", "a"), ("assistant", "b"), ("tool", "1")],
+}
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_chat_roles_render_as_transformers_renders_them_or_name_the_message(family: str, shape: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [
+        Message(role=role, content=content, tool_calls=_CALLS if role == "assistant" and "calls" in shape else ())
+        for role, content in _SHAPES[shape]
+    ]
+    # As an OpenAI client sends them, arguments parsed as transformers wants them.
+    sent: list[dict[str, Any]] = []
+    for message in messages:
+        calls = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            for c in message.tool_calls
+        ]
+        sent.append({"role": message.role, "content": message.content, **({"tool_calls": calls} if calls else {})})
+    try:
+        rendered, _ = render_jinja_template([sent], chat_template=_FAMILIES[family], add_generation_prompt=True)
+    except Exception:
+        with pytest.raises(InvalidRequest, match=r"messages\[\d\]"):
+            _render(_FAMILIES[family], plain_messages(messages))
+    else:
+        assert _render(_FAMILIES[family], plain_messages(messages)) == rendered[0]
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% nonsense %}", "{{ 1 | no_filter }}", "{{" + "(" * 5000])

@@ -32,7 +32,7 @@ SAMPLES = [
     "1 12 123 1234 12345 0.001 x  12",
     "中文测试，你好。日本語 한국어",
     "👨‍👩‍👧 👨‍👩‍👧‍👦 🏳️‍🌈 🚀🚀",
-    "I'm you're we'll DON'T they'VE",
+    "I'm you're we'll DON'T they'VE it'Sx",
     "<tool_call>\n{}\n</tool_call>",
     "user\n\n  hello:\n",
     "٣٤٥ ½ Ⅷ ㎏ ﷽",
@@ -223,6 +223,19 @@ def test_turn_marks_that_are_not_special_count_as_control_tokens_and_paired_tags
     assert (ids.count(0), ids.count(3)) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    "source", ["{{ ''.__class__.__mro__ }}", "{% for i in range(10**9) %}{% endfor %}", "{% if %}"]
+)
+def test_chat_template_hostile_leaves_a_model_for_raw_prompts(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = _with_template(source)
+    assert tokenizer.chat is None
+    with pytest.raises(InvalidRequest, match="chat template") as caught:
+        _chat("hi", tokenizer=tokenizer)
+    assert caught.value.param == "messages"
+    assert caught.value.message in caplog.text
+    assert tokenizer.encode("hi") == tiny.bpe().encode("hi")
+
+
 def test_chat_no_template() -> None:
     tokenizer = Tokenizer(read_gguf(tiny.bpe_metadata(tokenizer__chat_template=None)))
     assert tokenizer.chat is None
@@ -231,6 +244,12 @@ def test_chat_no_template() -> None:
 
 
 # ── real models ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _real_model(test: Any) -> Any:
+    # transformers takes minutes to make Gemma's tokenizer on a busy machine.
+    return pytest.mark.model(pytest.mark.timeout(600)(test))
+
 
 _MODELS = ("smollm2-135m", "qwen2.5-coder-0.5b", "gemma3-270m")
 
@@ -259,14 +278,14 @@ def _golden(name: str) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.model
+@_real_model
 def test_golden_prompts(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     for entry in _golden(name)["text"]:
         assert tokenizer.encode(entry["prompt"], allow_special=True) == entry["prompt_token_ids"]
 
 
-@pytest.mark.model
+@_real_model
 def test_golden_conversations(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     for entry in _golden(name)["chat"]:
@@ -276,7 +295,7 @@ def test_golden_conversations(real: tuple[str, Tokenizer]) -> None:
         assert tokenizer.encode_chat(messages) == entry["prompt_token_ids"]
 
 
-@pytest.mark.model
+@_real_model
 def test_golden_answers_decode(real: tuple[str, Tokenizer]) -> None:
     name, tokenizer = real
     golden = _golden(name)
@@ -301,7 +320,7 @@ def reference(real: tuple[str, Tokenizer]) -> Any:
     return backend
 
 
-@pytest.mark.model
+@_real_model
 def test_tok_whitespace(real: tuple[str, Tokenizer], reference: Any) -> None:
     _, tokenizer = real
     for text in SAMPLES:
@@ -310,7 +329,7 @@ def test_tok_whitespace(real: tuple[str, Tokenizer], reference: Any) -> None:
         assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=False), text
 
 
-@pytest.mark.model
+@_real_model
 def test_random_text_gives_the_references_ids(real: tuple[str, Tokenizer], reference: Any) -> None:
     _, tokenizer = real
 
@@ -324,7 +343,7 @@ def test_random_text_gives_the_references_ids(real: tuple[str, Tokenizer], refer
     check()
 
 
-@pytest.mark.model
+@_real_model
 def test_conversations_render_as_transformers_renders_them(real: tuple[str, Tokenizer]) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 

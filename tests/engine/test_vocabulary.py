@@ -40,6 +40,9 @@ def test_smollm_cuts_digits_one_by_one_and_keeps_the_spaces_before_them() -> Non
     [
         ("gpt-2", "I'm 123  ok", ["I", "'m", "Ġ123", "Ġ", "Ġok"]),
         ("llama-bpe", "I'M 12345\n\n x", ["I", "'M", "Ġ", "123", "45", "ĊĊ", "Ġx"]),
+        ("llama-bpe", "it'Sx", ["it", "'S", "x"]),
+        ("qwen2", "it'Sx", ["it", "'S", "x"]),
+        ("gpt-2", "it'Sx", ["it", "'", "Sx"]),
         ("qwen2", "a 12\n  b", ["a", "Ġ", "1", "2", "Ċ", "Ġ", "Ġb"]),
         ("deepseek-v3", "ab 1234 #x", ["ab", "Ġ", "123", "4", "Ġ#", "x"]),
         ("deepseek-coder", "ab 12\n", ["ab", "Ġ", "1", "2", "Ċ"]),
@@ -190,23 +193,45 @@ def test_directory_gives_the_same_ids_as_metadata(tmp_path: Path) -> None:
         read_gguf(tiny.bpe_metadata()).backend,
         tokenizer_config__json={"bos_token": {"content": "<|im_start|>"}, "eos_token": "<|im_end|>"},
         chat_template__jinja=tiny.CHATML,
-        generation_config__json={"eos_token_id": [2, 0, 10**9]},
+        generation_config__json={"eos_token_id": [2, 7, 10**9]},
+        config__json={"eos_token_id": 9},
     )
     tokenizer = Tokenizer(read_directory(tmp_path))
     for text in ("the quick <|im_end|> 中文 👨‍👩‍👧 <tool_call>", "", "  x  12"):
         assert tokenizer.encode(text) == reference.encode(text)
         assert tokenizer.encode(text, allow_special=True) == reference.encode(text, allow_special=True)
     assert tokenizer.bos_id == 1
-    assert tokenizer.eos_ids == {0, 2}
+    assert tokenizer.eos_ids == {0, 2, 7, 9}, "<|endoftext|> is a known end of a turn"
     assert tokenizer.special_ids == {0, 1, 2}
     assert tokenizer.chat is not None
     assert tokenizer.fingerprint() == reference.fingerprint()
+
+
+def test_directory_tokens_that_the_config_alone_lists_are_added(tmp_path: Path) -> None:
+    listed = {
+        "900": {"content": "<|tool|>", "special": True},
+        "901": {"content": "<think>", "special": False},
+        "0": {"content": "<|endoftext|>", "special": True},
+        "x": "junk",
+    }
+    backend = read_gguf(tiny.bpe_metadata()).backend
+    _write_directory(tmp_path, backend, tokenizer_config__json={"added_tokens_decoder": listed})
+    tokenizer = Tokenizer(read_directory(tmp_path))
+    size = tiny.bpe().vocabulary_size
+    assert tokenizer.encode("<|tool|><think>", allow_special=True) == [size, size + 1]
+    assert tokenizer.special_ids == {0, 1, 2, size}
+    assert tokenizer.encode("<think>") == [size + 1]
+    assert size not in tokenizer.encode("<|tool|>")
 
 
 def test_directory_named_templates_and_flags(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}, "junk"]
     config = {"chat_template": named, "bos_token": "<|im_start|>", "add_bos_token": True, "eos_token": "<|im_end|>"}
     _write_directory(tmp_path, read_gguf(tiny.bpe_metadata()).backend, tokenizer_config__json=config)
+    extra = tmp_path / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "rag.jinja").write_text("R")
+    assert read_directory(tmp_path).templates == {"default": "D", "tool_use": "T", "rag": "R"}
     tokenizer = Tokenizer(read_directory(tmp_path))
     assert tokenizer.chat is not None
     assert (tokenizer.chat.render([], ()), tokenizer.chat.render([], ({"type": "function"},))) == ("D", "T")
@@ -221,6 +246,108 @@ def test_directory_with_a_broken_file_is_refused_by_name(tmp_path: Path, name: s
     (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError, match=name):
         read_directory(tmp_path)
+
+
+def _damaged(**changes: Any) -> dict[str, Any]:
+    """Return a tokenizer.json with values put at places such as ``model__unk_token``."""
+    raw: dict[str, Any] = json.loads(read_gguf(tiny.spm_metadata()).backend.to_str())
+    for place, value in changes.items():
+        *above, last = place.split("__")
+        part = raw
+        for name in above:
+            part = part[name]
+        part[last] = value
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        # The library panics, aborts the process, or lets a list of four thousand million entries be made.
+        (_damaged(model__continuing_subword_prefix="##"), r"does not begin with the prefix '##'"),
+        (_damaged(model__vocab__zzz=3_000_000_000), "gives a token the id 3000000000; ids up to 3999999 are read"),
+        (_damaged(post_processor__special_tokens={}), r"tokenizer\.json is not a tokenizer"),
+        (_damaged(truncation={"max_length": 1, "stride": 9, "strategy": "LongestFirst", "direction": "Right"}), None),
+        (_damaged(padding={"strategy": {"Fixed": 10_000}, "direction": "Right", "pad_to_multiple_of": None,
+                           "pad_id": 0, "pad_type_id": 0, "pad_token": "x"}), None),
+        (_damaged(decoder={"type": ["x"]}), r"tokenizer\.json is not a tokenizer"),
+        (_damaged(model__type=[]), r"tokenizer\.json is not a tokenizer"),
+    ],
+)  # fmt: skip
+def test_hostile_directory_is_refused_by_name_and_bounds_of_its_own_are_not_followed(
+    raw: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    if message is None:
+        ids = Tokenizer(read_directory(tmp_path)).encode("hello world", allow_special=True)
+        assert ids == tiny.spm().encode("hello world", allow_special=True)
+    else:
+        with pytest.raises(CheckpointError, match=message):
+            read_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/x.jinja"])
+def test_safetensors_hostile_a_link_out_of_the_directory_is_not_read(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    folder = tmp_path / "model"
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    _write_directory(folder, read_gguf(tiny.bpe_metadata()).backend)
+    read_directory(folder)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(CheckpointError, match="link out of its directory"):
+        read_directory(folder)
+
+
+def test_links_of_a_hub_cache_into_its_own_blobs_are_read(tmp_path: Path) -> None:
+    model = tmp_path / "models--a--b"
+    snapshot, blobs = model / "snapshots" / "0123", model / "blobs"
+    (snapshot / "additional_chat_templates").mkdir(parents=True)
+    blobs.mkdir()
+    _write_directory(blobs, read_gguf(tiny.bpe_metadata()).backend, t="T")
+    (snapshot / "tokenizer.json").symlink_to(blobs / "tokenizer.json")
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (snapshot / name).symlink_to(blobs / "t")
+    assert read_directory(snapshot).templates == {"default": "T", "tool_use": "T"}
+
+
+def test_a_large_tokenizer_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(2**33)  # sparse
+    with pytest.raises(CheckpointError, match="has 8589934592 bytes; at most"):
+        read_directory(tmp_path)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_any_value_in_a_directorys_files_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    files: dict[str, Any] = {
+        "tokenizer.json": json.loads(read_gguf(tiny.spm_metadata()).backend.to_str()),
+        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "added_tokens_decoder": {}},
+        "generation_config.json": {"eos_token_id": [1, 2]},
+    }
+    for _ in range(data.draw(st.integers(1, 2))):
+        part = files[data.draw(st.sampled_from(sorted(files)))]
+        while True:
+            if not part:
+                break
+            keys = list(part)[:9] if isinstance(part, dict) else list(range(min(3, len(part))))
+            key = data.draw(st.sampled_from(keys))
+            if not isinstance(part[key], dict | list) or data.draw(st.booleans()):
+                part[key] = data.draw(_VALUES)
+                break
+            part = part[key]
+    folder = tmp_path_factory.mktemp("any")
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    # Any other error fails the test.
+    with contextlib.suppress(CheckpointError):
+        tokenizer = Tokenizer(read_directory(folder))
+        tokenizer.encode("the <s> end\n中")
+        tokenizer.decode([1, 40, 300])
 
 
 def test_directory_without_tokenizer_says_what_is_missing(tmp_path: Path) -> None:

@@ -24,16 +24,18 @@ from tests.fakes import FakeBackend
 class Server:
     """A Gateway under uvicorn in a thread of its own."""
 
-    def __init__(self, backend: FakeBackend, config: Config) -> None:
+    def __init__(self, backend: FakeBackend, config: Config, *, timeout_keep_alive: int = 5) -> None:
         self.backend = backend
         self.gateway = Gateway(backend, config)
         settings = uvicorn.Config(
             self.gateway.app,
             loop="uvloop",
             http=connection_of(config.server),
+            ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
+            timeout_keep_alive=timeout_keep_alive,
         )
         self._server = uvicorn.Server(settings)
         self._socket = socket.socket()
@@ -100,9 +102,10 @@ def serve() -> Iterator[Serve]:
     servers: list[Server] = []
 
     def start(backend: FakeBackend | None = None, **settings: Any) -> Server:
+        keep_alive_s = settings.pop("keep_alive_s", 5)
         engine = {name: settings.pop(name) for name in ("max_running", "max_waiting") if name in settings}
         config = Config(model="fake", engine=EngineConfig(**engine), server=ServerConfig(**settings))
-        server = Server(backend or FakeBackend(), config)
+        server = Server(backend or FakeBackend(), config, timeout_keep_alive=keep_alive_s)
         servers.append(server)
         return server
 

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -14,11 +15,12 @@ from tests.fakes import FakeBackend
 from tests.gateway.conftest import Serve, Server, chat, wait_until
 
 
-def send(server: Server, *, stream: bool) -> socket.socket:
+def send(server: Server, *, stream: bool, request_id: str = "") -> socket.socket:
     """Send a chat over a raw connection and return it."""
     content = json.dumps(chat(stream=stream)).encode()
     raw = server.connect()
-    raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-request-id: %b\r\n" % request_id.encode()
+    raw.sendall(head + b"content-length: %d\r\n\r\n" % len(content) + content)
     return raw
 
 
@@ -130,3 +132,37 @@ def test_the_same_request_id_twice_at_once(serve: Serve) -> None:
     assert [a.status_code for a in answers] == [200] * 3
     assert {a.headers["x-request-id"] for a in answers} == {"same"}
     assert len({request.id for request in backend.requests}) == 3
+
+
+CUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "prefill": ({"prefill_s": 30.0}, "prefill"),
+    "decode": ({"hang_after": 2}, "decode"),
+    "failure": ({"between_s": 0.1, "fail_after": 3}, "decode"),
+    "queued": ({"prefill_s": 30.0, "slots": 1}, "queue"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize("name", CUTS)
+def test_the_ledger_of_a_request_that_was_cut_short_adds_up(serve: Serve, name: str, stream: bool) -> None:
+    settings, stage = CUTS[name]
+    backend = FakeBackend(["t"] * 500, **settings)
+    server = serve(backend)
+    with send(server, stream=True, request_id="first"):
+        wait_until(lambda: backend.running == 1)
+        # Another one goes on waiting: the queue's length is what tells queued from running.
+        with send(server, stream=True, request_id="second"):
+            wait_until(lambda: len(backend.requests) == 2)
+            with send(server, stream=stream, request_id="cut"):
+                wait_until(lambda: len(backend.requests) == 3)
+                time.sleep(0.25)
+            wait_until(lambda: server.gateway.running <= 2)
+        timing = server.get("/v1/requests/cut/timing").json()
+    total = sum(span["ms"] for span in timing["stages"]) + timing["unattributed_ms"]
+    assert timing["e2e_ms"] > 200
+    # What a busy machine does between the cut and the end is nobody's; without the cut's own stage it would be all.
+    assert abs(total - timing["e2e_ms"]) < 0.3 * timing["e2e_ms"]
+    longest = max(timing["stages"], key=lambda span: span["ms"])
+    assert longest["stage"] == stage
+    names = [span["stage"] for span in timing["stages"]]
+    assert len(names) == len(set(names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from typing import Any
@@ -58,11 +59,14 @@ def test_case_drain(serve: Serve) -> None:
 
 
 def test_a_full_queue_is_refused_at_once(serve: Serve) -> None:
-    backend = FakeBackend(["t"] * 40, between_s=0.01, slots=1)
+    backend = FakeBackend(hang_after=1, slots=1)
     server = serve(backend, max_running=1, max_waiting=2)
-    threads = [threading.Thread(target=lambda: server.post(chat())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
+    content = json.dumps(chat()).encode()
+    held = [server.connect() for _ in range(3)]
+    for raw in held:
+        raw.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(content) + content
+        )
     wait_until(lambda: backend.waiting == 2)
     answers = [server.post(chat()) for _ in range(3)]
     answer = answers[0]
@@ -71,9 +75,10 @@ def test_a_full_queue_is_refused_at_once(serve: Serve) -> None:
     assert int(answer.headers["retry-after-ms"]) > 0
     assert min(float(a.headers["openai-processing-ms"]) for a in answers) < 50
     assert server.get("/health/load").json()["admitted"] == 3
-    for thread in threads:
-        thread.join()
     assert server.metric("headway_refused_total", reason="server_is_overloaded") == 3
+    for raw in held:
+        raw.close()
+    wait_until(lambda: server.gateway.running == 0)
 
 
 def test_the_predicted_wait_follows_recent_throughput() -> None:

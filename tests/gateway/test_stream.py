@@ -155,10 +155,10 @@ def test_an_event_is_cheap() -> None:
     chunk = Chunk(text=" token", token_ids=(5,))
     best = 1.0
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(2000):
             writer.encode(chunk)
-        best = min(best, (time.perf_counter() - began) / 2000)
+        best = min(best, (time.thread_time() - began) / 2000)
     assert best < 25e-6, f"{best * 1e6:.1f} us per event"
 
 

@@ -22,8 +22,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 V2 = {"sys/fs/cgroup/cgroup.controllers": "cpu memory\n"}
 
 
-def test_a_quota_of_one_cpu_on_64_gives_one_thread_and_says_why(tmp_path: Path) -> None:
-    """Case cgroup-cpu."""
+def test_cgroup_cpu_a_quota_of_one_cpu_on_64_gives_one_thread_and_says_why(tmp_path: Path) -> None:
     root = tree(tmp_path, {**V2, "proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"})
     found = machine.usable_threads(root, affinity=64)
     assert found.value == 1

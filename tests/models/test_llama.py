@@ -61,8 +61,8 @@ def test_rope_scaling_equals_transformers(scaling: dict[str, Any]) -> None:
     check(small_llama(rope_parameters={"rope_theta": 10000.0, **scaling}))
 
 
-def test_llama3_rope_equals_transformers_at_far_positions() -> None:
-    """Case rope-llama3: factor 8, low 1, high 4, original 8192, at positions 10, 9,000 and 20,000."""
+def test_rope_llama3_equals_transformers_at_far_positions() -> None:
+    """Factor 8, low 1, high 4, original 8192, at positions 10, 9,000 and 20,000."""
     import torch
 
     scaling = {

@@ -280,6 +280,14 @@ def test_names_that_resolve(index: Index, env: Environment, tmp_path: Path, monk
     assert pulling.cached("x", env) is None
 
 
+def test_a_directory_that_may_not_be_read_is_named_before_anything_opens_it(
+    env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(PullError, match=f"cannot read the directory '{tmp_path}'"):
+        pulling.resolve(str(tmp_path), env)
+
+
 def test_the_list_says_what_is_here(index: Index, env: Environment) -> None:
     assert all(each.path is None for each in pulling.listing(env))
     path = pulling.pull("tiny", env)
@@ -385,3 +393,25 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys: pytest.Captu
     assert lines[0] == "tiny: 0 % of 100 MB"
     assert lines[-1] == "tiny: 100 % of 100 MB"
     assert len(lines) == 11
+
+
+@pytest.mark.parametrize(
+    ("stderr", "fault"),
+    [
+        (
+            "WARNING: slow\nERROR: Could not find it\nERROR: No matching distribution\nhint",
+            "ERROR: No matching distribution",
+        ),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  x\nOSError: [Errno 27] File too large\n",
+            "OSError: [Errno 27] File too large",
+        ),
+        (
+            "/usr/bin/python: No module named pip\n",
+            "/usr/bin/python: No module named pip; `python -m ensurepip` brings it",
+        ),
+        ("", ""),
+    ],
+)
+def test_the_line_of_pip_that_tells_most(stderr: str, fault: str) -> None:
+    assert sources._pip_fault(stderr) == fault

@@ -176,7 +176,7 @@ class ControlTokens:
         pieces.append(text[last:])
         whole = "".join(pieces)
         ids: list[int] = quiet.encode_batch_fast([whole], add_special_tokens=False)[0].ids
-        forged = next((index for index in ids if index in self._real_ids), None)
+        forged = next((index for index in ids if index not in real and index in self._real_ids), None)
         if forged is not None:
             raise InvalidRequest(
                 f"The text spells the control token {self._added[forged].content!r}, which this vocabulary cannot "
@@ -212,8 +212,10 @@ class ControlTokens:
             ]
         )
         spelled = {stand_in: content for content, stand_in in stand_ins.items()}
+        # Added tokens that the model's own vocabulary lacks get new ids here, in an order of their own.
+        ids = {token.content: index for index, token in self._added.items()}
         decoder = quiet.get_added_tokens_decoder()
-        real = {i: self._ids[spelled[token.content]] for i, token in decoder.items() if token.content in spelled}
+        real = {i: ids[spelled.get(token.content, token.content)] for i, token in decoder.items()}
         return quiet, stand_ins, real
 
 

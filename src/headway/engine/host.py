@@ -22,6 +22,7 @@ from headway.engine.messages import (
     Status,
     Submit,
 )
+from headway.engine.oversize import refuse_oversize
 from headway.engine.process import EngineProcess
 from headway.engine.tokenizer import Tokenizer, load_tokenizer
 from headway.errors import (
@@ -266,7 +267,13 @@ class EngineHost:
     async def _prepare(self, request: Request) -> Submit:
         """Tokenise; long texts and conversations do it on a thread, so that streams go on."""
         if _is_long(request):
-            return await asyncio.to_thread(prepare, request, self._tokens, self._limits())
+            tokens, limits = self._tokens, self._limits()
+
+            def work() -> Submit:
+                refuse_oversize(request, tokens, limits)
+                return prepare(request, tokens, limits)
+
+            return await asyncio.to_thread(work)
         return prepare(request, self._tokens, self._limits())
 
     def _refuse_if_unable(self) -> None:
@@ -340,7 +347,8 @@ class EngineHost:
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
             now = self._clock.now()
-            patience_s = self._config.kill_s * (START_PATIENCE if self.started is None else 1)
+            # After a failed start the next one gets more time: a machine may just be slow.
+            patience_s = self._config.kill_s * (START_PATIENCE * (1 + self._failures) if self.started is None else 1)
             stuck = self._busy_since is not None and now - self._busy_since > self._config.step_limit_s
             if self._process is not None and (now - self._beat > patience_s or stuck):
                 log.error("killing the hung engine: %s", self._hung() or "silent while it starts")

@@ -56,7 +56,13 @@ class EngineProcess:
             )
             undo.pop_all()
         ours.setblocking(False)
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:  # a start that is cancelled here has nobody else who knows of the child
+            ours.close()
+            child.kill()
+            child.wait()
+            raise
         process = cls(child, reader, writer)
         process._pump = asyncio.create_task(process._read(receive, ended), name="engine-reader")
         return process
@@ -104,8 +110,8 @@ class EngineProcess:
         with contextlib.suppress(ProcessLookupError):
             self._child.send_signal(signal.SIGKILL)
 
-    async def stop(self, limit_s: float = 5.0) -> None:
-        """Ask it to end, then make it."""
+    async def stop(self, limit_s: float = 1.0) -> None:
+        """Ask it to end, then make it: in the middle of a long step, or stopped, it does not listen."""
         self.send(Stop())
         assert self._pump is not None
         try:

@@ -192,4 +192,4 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
 
 
 def _mib(size: int) -> str:
-    return f"{size / _MIB:,.1f} MiB"
+    return f"{size / _MIB:,.1f} MiB" if size * 20 >= _MIB else f"{size:,} bytes"

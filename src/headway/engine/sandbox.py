@@ -343,6 +343,6 @@ def _check_name(name: Any) -> None:
 def refuse(message: str) -> TemplateError:
     """Return the error that says why a template is not run."""
     return TemplateError(
-        f"The model's chat template was refused: {message}. Use a template from a source you trust, "
+        f"The model's chat template was refused: {message.rstrip('.')}. Use a template from a source you trust, "
         "or send prompts to /v1/completions."
     )

@@ -26,7 +26,7 @@ PlainMessage = dict[str, Any]
 
 
 def plain_messages(messages: Sequence[Message]) -> list[PlainMessage]:
-    """Return messages in the shape templates expect: OpenAI's, without nulls, arguments as objects.
+    """Return messages in the shape templates expect: OpenAI's, arguments as objects, null only as content beside calls.
 
     InvalidRequest names the index of a message whose role is no word (templates write it between control tokens).
     """
@@ -45,6 +45,7 @@ def _plain(index: int, message: Message) -> PlainMessage:
         if value is not None:
             plain[key] = value
     if message.tool_calls:
+        plain.setdefault("content", None)  # clients send null beside calls, and some templates ask whether it is
         plain["tool_calls"] = [
             {
                 "id": call.id,

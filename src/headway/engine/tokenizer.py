@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,13 +15,15 @@ from headway.engine.detokenizer import decode_all
 from headway.engine.template import ChatTemplate, plain_messages, strings_in
 from headway.engine.vocabulary import Kind, Vocabulary, read_gguf
 from headway.engine.vocabulary_hub import read_directory
-from headway.errors import InvalidRequest
+from headway.errors import InvalidRequest, TemplateError
 from headway.models.checkpoint import Checkpoint
 from headway.types import JsonObject, Message
 
+_log = logging.getLogger(__name__)
+
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Return the tokenizer that a checkpoint holds; CheckpointError or TemplateError says what is wrong with it."""
+    """Return the tokenizer that a checkpoint holds; CheckpointError says what is wrong with it."""
     if checkpoint.metadata:
         return Tokenizer(read_gguf(checkpoint.metadata))
     return Tokenizer(read_directory(checkpoint.path))
@@ -42,13 +45,21 @@ class Tokenizer:
         self.bos_id = vocabulary.bos_id
         self.eos_ids = vocabulary.eos_ids
         self.chat: ChatTemplate | None = None
+        self._no_chat = (
+            "This model has no chat template (it is a base model); send a prompt to /v1/completions instead."
+        )
         if vocabulary.templates:
-            self.chat = ChatTemplate(
-                vocabulary.templates,
-                bos_token=self._spelling(vocabulary.bos_id),
-                eos_token=self._spelling(vocabulary.eos_id),
-            )
-            self._control.widen(self.chat.literals)
+            try:
+                self.chat = ChatTemplate(
+                    vocabulary.templates,
+                    bos_token=self._spelling(vocabulary.bos_id),
+                    eos_token=self._spelling(vocabulary.eos_id),
+                )
+            except TemplateError as error:  # raw prompts need no template: the model serves them all the same
+                self._no_chat = error.message
+                _log.warning("conversations will be refused: %s", error.message)
+            else:
+                self._control.widen(self.chat.literals)
 
     @property
     def vocabulary_size(self) -> int:
@@ -71,13 +82,11 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation; control tokens come from the template alone.
 
-        InvalidRequest names the message that the template cannot render, or says that there is no template.
+        InvalidRequest names the message that the template cannot render, or says that there is no template, or why it
+        was refused.
         """
         if self.chat is None:
-            raise InvalidRequest(
-                "This model has no chat template (it is a base model); send a prompt to /v1/completions instead.",
-                param="messages",
-            )
+            raise InvalidRequest(self._no_chat, param="messages")
         plain = plain_messages(messages)
         texts = list(strings_in([plain, list(tools)]))
         for text in texts:

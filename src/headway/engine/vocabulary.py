@@ -14,7 +14,8 @@ from tokenizers.models import BPE
 from headway.engine.pretokenizers import Cut, find_cut
 from headway.errors import CheckpointError
 
-_MAX_TOKENS = 4_000_000
+MAX_TOKENS = 4_000_000
+"""Ids from here on are refused: a list of all ids is held."""
 _MAX_TOKEN_CHARS = 65_536
 
 
@@ -143,8 +144,8 @@ class _Fields:
         tokens = self.sequence(key, str)
         if not tokens:
             raise CheckpointError(f"{key} is {'missing' if tokens is None else 'empty'}: this file holds no tokenizer.")
-        if len(tokens) > _MAX_TOKENS:
-            raise CheckpointError(f"{key} has {len(tokens)} tokens, more than {_MAX_TOKENS}; the file is damaged.")
+        if len(tokens) > MAX_TOKENS:
+            raise CheckpointError(f"{key} has {len(tokens)} tokens, more than {MAX_TOKENS}; the file is damaged.")
         longest = max(range(len(tokens)), key=lambda index: len(tokens[index]))
         if len(tokens[longest]) > _MAX_TOKEN_CHARS:
             raise CheckpointError(

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
-from headway.engine.vocabulary import TURN_ENDS, Kind, Vocabulary, set_ends
+from headway.engine.vocabulary import MAX_TOKENS, TURN_ENDS, Kind, Vocabulary, set_ends
 from headway.errors import CheckpointError
+from headway.models.checkpoint.safetensors import inside
+
+T = TypeVar("T")
+_MAX_JSON_BYTES = 1 << 27  # the largest vocabularies take a quarter of that
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def read_directory(path: Path) -> Vocabulary:
@@ -21,16 +26,19 @@ def read_directory(path: Path) -> Vocabulary:
             f"{path} holds no tokenizer.json; fetch it with the model, or convert the slow tokenizer with transformers."
         )
     raw = _read_json(source)
-    try:
-        backend = Tokenizer.from_file(str(source))
-    except Exception as error:  # tokenizers raises bare Exception for a file that it cannot use
-        raise CheckpointError(f"{source} is not a tokenizer: {error}; fetch it again.") from None
+    _refuse_what_aborts(source, raw)
+    backend = _tried(source, lambda: Tokenizer.from_file(str(source)))
     backend.no_truncation()
     backend.no_padding()
+    # What is wrong with a normalizer or a post-processor shows when it runs.
+    _tried(source, lambda: backend.encode("A text, 1.\n"))
     config = {**_read_json(path / "special_tokens_map.json"), **_read_json(path / "tokenizer_config.json")}
     _add_configured(backend, config)
     ids = backend.get_vocab(with_added_tokens=True)
-    tokens: list[str | None] = [None] * (max(ids.values(), default=-1) + 1)
+    largest = max(ids.values(), default=-1)
+    if largest >= MAX_TOKENS:
+        raise CheckpointError(f"{source} gives a token the id {largest}; ids up to {MAX_TOKENS - 1} are read.")
+    tokens: list[str | None] = [None] * (largest + 1)
     for token, index in ids.items():
         tokens[index] = token
     kind = _kind(raw)
@@ -53,16 +61,52 @@ def read_directory(path: Path) -> Vocabulary:
     )
 
 
+def _tried(source: Path, use: Callable[[], T]) -> T:
+    """Return what tokenizers makes of a file; CheckpointError for one that it cannot use."""
+    try:
+        return use()
+    except BaseException as error:
+        # It raises bare Exception for some files and panics over others, which is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{source} is not a tokenizer: {error}; fetch it again.") from None
+
+
+def _refuse_what_aborts(source: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse merges that are shorter than the prefix they are to begin with: tokenizers ends the process over them."""
+    model = raw.get("model")
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, Mapping) else None
+    if not isinstance(model, Mapping) or not isinstance(prefix, str) or not prefix:
+        return
+    merges = model.get("merges")
+    for merge in merges if isinstance(merges, list) else ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        right = parts[-1] if isinstance(parts, list) and parts else None
+        if not isinstance(right, str) or not right.startswith(prefix):
+            raise CheckpointError(
+                f"{source} merges {str(merge)[:60]!r}, whose second part does not begin with the prefix"
+                f" {prefix[:20]!r}; the file is damaged: fetch it again."
+            )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(_read(path.parent, path, _MAX_JSON_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}; fetch it again.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__} where an object is needed; fetch it again.")
     return value
+
+
+def _read(folder: Path, path: Path, most_bytes: int) -> bytes:
+    """Return a file of the model's directory; CheckpointError for a link out of it and for one that is too large."""
+    size = inside(folder, path).stat().st_size
+    if size > most_bytes:
+        raise CheckpointError(f"{path} has {size} bytes; at most {most_bytes} are read.")
+    return path.read_bytes()
 
 
 def _content(token: Any) -> str:
@@ -106,8 +150,8 @@ def _steps(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _kind(raw: Mapping[str, Any]) -> Kind:
-    types = {step.get("type") for step in _steps(raw.get("decoder"))}
-    if "ByteLevel" in types or "ByteLevel" in {step.get("type") for step in _steps(raw.get("pre_tokenizer"))}:
+    types = [step.get("type") for step in _steps(raw.get("decoder"))]
+    if "ByteLevel" in types or "ByteLevel" in [step.get("type") for step in _steps(raw.get("pre_tokenizer"))]:
         return Kind.BYTE_LEVEL
     return Kind.WORDPIECE if "WordPiece" in types else Kind.SENTENCEPIECE
 
@@ -146,7 +190,7 @@ def _templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
     for file in files:
         if file.is_file():
             name = "default" if file.name == "chat_template.jinja" else file.stem
-            found[name] = file.read_text(encoding="utf-8", errors="replace")
+            found[name] = _read(path, file, _MAX_TEMPLATE_BYTES).decode("utf-8", "replace")
     return {name: source for name, source in found.items() if source}
 
 

@@ -93,7 +93,7 @@ def _end_with_parent() -> None:
 def main() -> int:
     """Run the engine that the parent described; ``argv``: the socket's file descriptor and the spec as JSON."""
     # Terminals, service managers and `timeout` signal the whole group; the parent drains, then says Stop or goes.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
     setup_logging(level=logging.WARNING)

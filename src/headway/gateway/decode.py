@@ -99,7 +99,10 @@ def _malformed(raw: bytes, text: str) -> InvalidRequest:
             return named
     if not raw.strip():
         return InvalidRequest("the body is empty; a JSON object is expected")
-    return InvalidRequest(f"the body is not valid JSON: {text[0].lower()}{text[1:]}")
+    text = text.removeprefix("JSON is malformed: ")
+    if not text[:2].isupper():  # not "JSON ..."
+        text = text[0].lower() + text[1:]
+    return InvalidRequest(f"the body is not valid JSON: {text}")
 
 
 def _not_finite(raw: bytes) -> InvalidRequest | None:

@@ -125,6 +125,7 @@ class Generation:
                 await self._plain(exchange, call, lifeline, *names)
         except Exception as error:
             cause = _cause(error, lifeline)
+            self._settle(exchange.ledger, refused=not cause)
             if cause:
                 exchange.cause = cause
                 self._metrics.cancelled(self._phase(exchange.ledger), cause)
@@ -156,6 +157,15 @@ class Generation:
         if exchange.wants_timing:
             body.timing = ledger.to_json()
         await exchange.respond(_encode(body))
+
+    def _settle(self, ledger: Ledger, *, refused: bool) -> None:
+        """Give the time up to the cut an owner too: the stage that was under way."""
+        if not ledger.dispatched or (ledger.spans and ledger.spans[-1].stage == "decode"):
+            return
+        if not ledger.answering and (refused or self._phase(ledger) == "queued"):
+            ledger.end("queue")
+        else:
+            ledger.last_chunk()
 
     def _phase(self, ledger: Ledger) -> str:
         """Return where a request was when it was cut; before its first Chunk the engine's queue is the best hint."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import re
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -45,13 +47,22 @@ def listing(environment: Environment) -> tuple[Listed, ...]:
 
 
 def cached(name: str, environment: Environment) -> Path | None:
-    """Return the alias's file if it is in the cache, whole."""
+    """Return the alias's file if it is in the cache, whole; PullError if the cache cannot be looked into."""
     alias = ALIASES.get(name)
     if alias is None:
         return None
     path = environment.cache / "models" / name / alias.file
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise PullError(
+            f"cannot look into the cache {str(environment.cache)!r}: {error.strerror or error};"
+            " set HEADWAY_CACHE to a directory that can be read and written"
+        ) from error
     # Only a file that matched its hash ever gets this name; the size tells of later damage at no cost.
-    return path if path.is_file() and path.stat().st_size == alias.nbytes else None
+    return path if stat.S_ISREG(found.st_mode) and found.st_size == alias.nbytes else None
 
 
 def resolve(model: str, environment: Environment, progress: Progress | None = None) -> Path:
@@ -61,8 +72,12 @@ def resolve(model: str, environment: Environment, progress: Progress | None = No
     """
     if model in ALIASES:
         return cached(model, environment) or pull(model, environment, progress)
+    if not model.strip():
+        raise PullError(f"the model's name is empty; name an alias ({', '.join(ALIASES)}), a directory or a .gguf file")
     path = Path(model).expanduser()
     if path.exists():
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise PullError(f"cannot read the directory {model!r}: Permission denied; its mode has to allow it")
         return path
     if _HUB_ID.fullmatch(model) and not model.endswith(".gguf"):
         return fetch_hub_snapshot(model, environment)

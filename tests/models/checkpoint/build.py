@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from headway.errors import CheckpointError
+from headway.models.checkpoint import open_checkpoint
 from headway.models.checkpoint.shapes import expected_shapes
 from headway.models.config import ModelConfig
 
@@ -208,3 +213,23 @@ def hf_directory(
     (folder / "config.json").write_text(json.dumps(hf_config(config, **changes)))
     (folder / "model.safetensors").write_bytes(safetensors_bytes(as_f32(arrays or weights(config))))
     return folder
+
+
+def refused_cheaply(path: Path, message: str, *, most_bytes: float) -> CheckpointError:
+    """Open what must be refused, and return the error: within a second of work and so many bytes of memory.
+
+    Time and memory are taken in turns, as counting memory makes everything several times slower.
+    """
+    started = time.process_time()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(path)
+    assert time.process_time() - started < 1
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most_bytes
+    return caught.value

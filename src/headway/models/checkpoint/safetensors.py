@@ -149,16 +149,20 @@ def _naturals(value: Any) -> bool:
 
 
 def local_file(directory: Path, name: str) -> Path:
-    """Return the path of a plain file of the directory, for a name that an untrusted file may have given.
-
-    Links may point inside the directory; in a hub cache (``models--x--y/snapshots/REVISION``) also to the model's own
-    ``blobs``. Anything else is refused without being opened.
-    """
+    """Return the path of a plain file of the directory, for a name that an untrusted file may have given."""
     if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise CheckpointError(
             f"{str(directory)!r} names the file {name[:200]!r}; only plain names of files beside it are opened"
         )
-    path = directory / name
+    return inside(directory, directory / name)
+
+
+def inside(directory: Path, path: Path) -> Path:
+    """Return a path under the directory, unless it is a link out of it.
+
+    Links may point inside the directory; in a hub cache (``models--x--y/snapshots/REVISION``) also to the model's own
+    ``blobs``. Anything else is refused without being opened.
+    """
     try:
         root, target = directory.resolve(), path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
