@@ -37,7 +37,7 @@ struct Weight {
 struct Quantized {
     int8_t* codes;     // [rows, k]
     float* scales;     // [rows, k / group], times the weight's rescale
-    int32_t* zeros;    // [rows, k / group] the weight's zero point times the sum of the codes
+    int32_t* zeros;    // [rows, k / group] what a dot product of codes has too much: zero point times the sum of the codes
     float* weighted;   // [rows, k / group] scale times the sum of the codes
 };
 

@@ -169,6 +169,13 @@ HW_FN float largest(vf a) {
 HW_FN int32_t sumi(vi a) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)a);
+#elif defined(__AVX2__)
+    __m256i x[2];
+    memcpy(x, &a, 64);
+    x[0] = _mm256_add_epi32(x[0], x[1]);
+    __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x[0]), _mm256_extracti128_si256(x[0], 1));
+    y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xb1)));
 #else
     int32_t total = 0;
     for (int i = 0; i < LANES; i++) total += a[i];
@@ -179,6 +186,11 @@ HW_FN int32_t sumi(vi a) {
 HW_FN void store_bytes(int8_t* p, vi a) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)a));
+#elif defined(__AVX2__)
+    __m256i x[2];
+    memcpy(x, &a, 64);
+    __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x[0], x[1]), 0xd8);
+    _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
 #else
     for (int i = 0; i < LANES; i++) p[i] = (int8_t)a[i];
 #endif
@@ -203,48 +215,32 @@ HW_FN vf exp(vf x) {
 }
 HW_FN vf tanh(vf x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }
 
-// acc + sum over 4 of w (unsigned) x a (signed), per lane: 16 channels x 4 consecutive k. ``Few`` says that w < 16.
+// What is taken from an 8-bit code before it is multiplied, where the instruction set has signed products only; the
+// quantizer's zeros put it back.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr int BYTE_BIAS = 0;
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr int BYTE_BIAS = 128;
+#else
+constexpr int BYTE_BIAS = 0;
+#endif
+
+#if !defined(__AVX2__) || defined(__AVX512F__)
+// acc + sum over 4 of w x a (signed), per lane: 16 channels x 4 consecutive k. ``Few`` says that w < 16; else w is an
+// unsigned code, of which BYTE_BIAS is taken.
 template <bool Few>
 HW_FN vi dot4(vi acc, vb w, const int8_t* a) {
     int32_t four;
     memcpy(&four, a, 4);
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
-#elif defined(__AVX2__)
-    __m256i x = _mm256_set1_epi32(four), c[2], b[2];
-    memcpy(c, &acc, 64), memcpy(b, &w, 64);
-    for (int i = 0; i < 2; i++) {
-#if defined(__AVXVNNI__)
-        c[i] = _mm256_dpbusd_avx_epi32(c[i], b[i], x);
-#else
-        if (Few) {  // at most 2 x 15 x 128: no 16-bit sum saturates
-            __m256i pairs = _mm256_maddubs_epi16(b[i], x);
-            c[i] = _mm256_add_epi32(c[i], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        } else {  // even and odd bytes apart, as 16-bit numbers: exact
-            __m256i even = _mm256_and_si256(b[i], _mm256_set1_epi16(0xff)), odd = _mm256_srli_epi16(b[i], 8);
-            __m256i xe = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), xo = _mm256_srai_epi16(x, 8);
-            c[i] = _mm256_add_epi32(c[i], _mm256_madd_epi16(even, xe));
-            c[i] = _mm256_add_epi32(c[i], _mm256_madd_epi16(odd, xo));
-        }
-#endif
-    }
-    memcpy(&acc, c, 64);
-    return acc;
 #elif defined(__ARM_FEATURE_DOTPROD)
-    // No unsigned x signed product: shift the codes to signed and add 128 times the sum of a back.
     int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(four));
-    int32x4_t back = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(64), x);
     int32x4_t c[4];
     uint8x16_t b[4];
     memcpy(c, &acc, 64), memcpy(b, &w, 64);
-    for (int i = 0; i < 4; i++) {
-        if (Few) {
-            c[i] = vdotq_s32(c[i], vreinterpretq_s8_u8(b[i]), x);
-        } else {
-            c[i] = vdotq_s32(c[i], vreinterpretq_s8_u8(veorq_u8(b[i], vdupq_n_u8(0x80))), x);
-            c[i] = vaddq_s32(c[i], vaddq_s32(back, back));
-        }
-    }
+    for (int i = 0; i < 4; i++)
+        c[i] = vdotq_s32(c[i], vreinterpretq_s8_u8(Few ? b[i] : veorq_u8(b[i], vdupq_n_u8(0x80))), x);
     memcpy(&acc, c, 64);
     return acc;
 #else
@@ -253,5 +249,6 @@ HW_FN vi dot4(vi acc, vb w, const int8_t* a) {
     return acc;
 #endif
 }
+#endif
 
 }  // namespace
