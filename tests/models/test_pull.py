@@ -415,3 +415,26 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys: pytest.Captu
 )
 def test_the_line_of_pip_that_tells_most(stderr: str, fault: str) -> None:
     assert sources._pip_fault(stderr) == fault
+
+
+def test_progress_counts_a_folder_that_is_emptied_meanwhile(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            folder = tmp_path / "download"
+            folder.mkdir()
+            (folder / "part").write_bytes(b"x" * 10)
+            (folder / "part").unlink()
+            folder.rmdir()
+
+    (tmp_path / "whole").write_bytes(b"x" * 5)
+    churning = threading.Thread(target=churn)
+    churning.start()
+    try:
+        counted = {pulling._bytes_under(tmp_path) for _ in range(2000)}
+    finally:
+        ended.set()
+        churning.join()
+    assert counted <= {5, 15}
+    assert 5 in counted

@@ -16,7 +16,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,12 +213,12 @@ def _watched(folder: Path, report: Progress, total: int, *, done: int = 0) -> It
 
 
 def _bytes_under(folder: Path) -> int:
+    """Return the bytes of all files under a folder in which others create, rename and delete at the same time."""
     nbytes = 0
-    for path in folder.rglob("*"):
-        try:
-            nbytes += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # renamed between listing and looking
+    for parent, _, names in os.walk(folder):  # unlike rglob, it does not mind a folder that is gone
+        for name in names:
+            with suppress(OSError):
+                nbytes += (Path(parent) / name).stat().st_size
     return nbytes
 
 
