@@ -170,6 +170,11 @@ class Kernels(Protocol):
         """The instruction set in use, for reports."""
         ...
 
+    @property
+    def threads(self) -> int:
+        """Compute threads."""
+        ...
+
     def block_bytes(self, kv: KVLayout, block_tokens: int) -> int:
         """Return the memory that one KV block takes, over all layers."""
         ...
