@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +151,16 @@ def test_kernels_are_picked_by_name() -> None:
 def test_without_the_native_library_auto_is_the_reference_and_cpu_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("headway.kernels.find_spec", lambda _: None)
+    monkeypatch.delitem(sys.modules, "headway.kernels.cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "headway.kernels.cpu._native", None)
+    assert not has_native()
     assert pick_kernels("auto", 1).name == "reference"
     with pytest.raises(ConfigError, match=r"no native library .*HEADWAY_NATIVE=0.* C\+\+ compiler"):
         pick_kernels("cpu")
+
+
+def test_a_native_library_that_does_not_load_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "headway.kernels.cpu", raising=False)
+    monkeypatch.setitem(sys.modules, "headway.kernels.arrange", None)
+    with pytest.raises(ModuleNotFoundError, match="arrange"):
+        pick_kernels("auto", 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from importlib import import_module
 
 from headway.errors import ConfigError
 from headway.kernels import machine
@@ -39,8 +39,14 @@ def pick_kernels(name: str, threads: int | None = None, isa: str = "") -> Kernel
 
 
 def has_native() -> bool:
-    """Whether the native library was built."""
-    return find_spec("headway.kernels.cpu._native") is not None
+    """Whether the native library was built; one that is there and does not load is an error of its own."""
+    try:
+        import_module("headway.kernels.cpu")
+    except ModuleNotFoundError as error:
+        if error.name != "headway.kernels.cpu._native":
+            raise
+        return False
+    return True
 
 
 def _native(threads: int, isa: str) -> Kernels:
