@@ -83,7 +83,7 @@ HW_FN void tile(const Weight& w, const uint8_t* p, const Quantized& x, int row, 
         p = fine + (MIN ? 64 : 32);
     }
     for (int m = 0; m < M; m++) {
-        vf all = join(acc[m][0], acc[m][1]);
+        vf all{acc[m][0], acc[m][1]};
         if (bias) all = all + load_some(bias, channels);
         if (channels == STRIP)
             store(out + m * stride, all);
