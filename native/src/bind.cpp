@@ -192,8 +192,8 @@ nb::dict profile(Program& p) {
 }
 
 void start(Program* self, const std::string& isa, int threads, int layers, int n_blocks, int block_tokens, int kv_heads,
-           int width) {
-    new (self) Program(named(isa), threads, layers, n_blocks, block_tokens, kv_heads, width);
+           int width, int kv_bits) {
+    new (self) Program(named(isa), threads, layers, n_blocks, block_tokens, kv_heads, width, kv_bits);
 }
 
 std::vector<std::string> available() {
@@ -211,7 +211,8 @@ NB_MODULE(_native, m) {
     for (int i = 0; i < headway::OPS; i++) ops.value(headway::OP_NAMES[i], (Op)i);
     const auto as_is = [](const char* name) { return nb::arg(name).noconvert(); };
     nb::class_<Program>(m, "Program")
-        .def("__init__", &start, "isa"_a, "threads"_a, "layers"_a, "n_blocks"_a, "block_tokens"_a, "kv_heads"_a, "width"_a)
+        .def("__init__", &start, "isa"_a, "threads"_a, "layers"_a, "n_blocks"_a, "block_tokens"_a, "kv_heads"_a, "width"_a,
+             "kv_bits"_a = 16)
         .def("add_quantized", &add_quantized, as_is("codes"), as_is("scale"), as_is("minimum").none(), "group"_a, "bits"_a,
              "zero"_a)
         .def("add_f32", &add_dense<float, Kind::f32>, as_is("weight"))

@@ -47,10 +47,18 @@ struct Heads {
     int32_t window;        // 0: none
 };
 
-// One layer's part of the KV pool: K as [block, kv_head, width, block_tokens], V as [block, kv_head, block_tokens, width].
+// One layer's part of the KV pool: a unit for each block and KV head, K as [width, block_tokens], then V as
+// [block_tokens, width]. Of bfloat16, or of int8 with, after both, a float scale per token for K and then for V.
 struct Layer {
-    uint16_t *k, *v;
+    uint8_t* data;
     int32_t block_tokens;
+    bool bytes;    // int8
+    int64_t unit;  // bytes
+
+    static int64_t unit_bytes(bool bytes, int block_tokens, int width) {
+        const int64_t values = 2 * (int64_t)block_tokens * width;
+        return bytes ? values + 2 * (int64_t)sizeof(float) * block_tokens : values * (int64_t)sizeof(uint16_t);
+    }
 };
 
 constexpr int SPAN = 128;  // tokens of context that are summed apart, whatever the batch; a multiple of every block size

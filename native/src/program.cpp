@@ -45,21 +45,20 @@ void require(bool right, const char* what) {
 
 }  // namespace
 
-Program::Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width)
+Program::Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width,
+                 int kv_bits)
     : kernels_(kernels), layers_(layers), n_blocks_(n_blocks), block_tokens_(block_tokens), kv_heads_(kv_heads),
       width_(width) {
     require(threads >= 1 && threads <= 1024, "threads");
     require(layers >= 1 && n_blocks >= 1 && kv_heads >= 1, "the KV pool's size");
     require(block_tokens >= STRIP && block_tokens % STRIP == 0 && SPAN % block_tokens == 0, "block_tokens");
     require(width >= STRIP && width % STRIP == 0 && width <= 4096, "the heads' width");
-    const double bytes = 2.0 * sizeof(uint16_t) * layers * n_blocks * kv_heads * block_tokens * width;
-    require(bytes < 1e15, "the KV pool's size");
-    const int64_t one = (int64_t)n_blocks * kv_heads * block_tokens * width;
-    uint8_t* kv = allocate((int64_t)bytes);  // zero pages, backed by memory as they are touched
-    for (int layer = 0; layer < layers; layer++) {
-        uint16_t* k = (uint16_t*)kv + 2 * one * layer;
-        pool_layers_.push_back({k, k + one, block_tokens});
-    }
+    require(kv_bits == 8 || kv_bits == 16, "kv_bits");
+    const int64_t unit = Layer::unit_bytes(kv_bits == 8, block_tokens, width);
+    require((double)unit * layers * n_blocks * kv_heads < 1e15, "the KV pool's size");
+    const int64_t one = unit * n_blocks * kv_heads;
+    uint8_t* kv = allocate(one * layers);  // zero pages, backed by memory as they are touched
+    for (int layer = 0; layer < layers; layer++) pool_layers_.push_back({kv + one * layer, block_tokens, kv_bits == 8, unit});
     pool_ = std::make_unique<Pool>(threads);
 }
 

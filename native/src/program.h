@@ -49,7 +49,8 @@ extern const char* const OP_NAMES[OPS];
 
 class Program {
   public:
-    Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width);
+    Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width,
+            int kv_bits);
     ~Program();
     Program(const Program&) = delete;
     Program& operator=(const Program&) = delete;

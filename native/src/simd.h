@@ -69,6 +69,9 @@ HW_FN vf min(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
 HW_FN vf load_bf16(const uint16_t* p) {
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
+HW_FN vf load_int8(const int8_t* p) {
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
 HW_FN vf load_half(const uint16_t* p) { return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 HW_FN vf zero_where_equal(vf a, vf x, vf y) {
     return (vf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)y, _CMP_NEQ_UQ), (__m512)a);
@@ -83,6 +86,10 @@ HW_FN __m256 eight_bf16(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 HW_FN vf load_bf16(const uint16_t* p) { return {eight_bf16(p), eight_bf16(p + 8)}; }
+HW_FN vf load_int8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+}
 HW_FN vf load_half(const uint16_t* p) {
     return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 }
@@ -117,6 +124,11 @@ HW_FN vf load_bf16(const uint16_t* p) {
     vi bits;
     for (int i = 0; i < LANES; i++) bits[i] = (int32_t)((uint32_t)p[i] << 16);
     return (vf)bits;
+}
+HW_FN vf load_int8(const int8_t* p) {
+    vi codes;
+    for (int i = 0; i < LANES; i++) codes[i] = p[i];
+    return to_float(codes);
 }
 HW_FN float half_to_float(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;

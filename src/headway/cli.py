@@ -71,6 +71,9 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-memory", type=_memory, metavar="SIZE", help="memory of the KV cache, such as 2GiB (default: measured)"
     )
+    parser.add_argument(
+        "--kv-dtype", choices=("bf16", "int8"), help="how the native kernels keep K and V (default: bf16)"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -158,6 +161,7 @@ def _settings(args: argparse.Namespace) -> Config:
             "engine.kernels": args.kernels,
             "engine.threads": args.threads,
             "engine.kv_memory": args.kv_memory,
+            "engine.kv_dtype": args.kv_dtype,
         },
     )
 

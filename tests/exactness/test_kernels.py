@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
@@ -47,6 +48,8 @@ MODELS = {
     "qwen3": ModelConfig(**CONFIG, architecture="qwen3", heads=6),
     "gemma3": ModelConfig(**CONFIG, architecture="gemma3", heads=4, activation="gelu_tanh"),
 }
+KVType = Literal["bf16", "int8"]
+KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 KINDS = ("q4_1", "q4_0", "q6_k", "q8_0", "q4_k", "f32")
 """Storage of the weights, in turn."""
 
@@ -76,13 +79,17 @@ def weights(architecture: str) -> dict[str, Any]:
 
 
 @cache
-def program(architecture: str, isa: str, threads: int) -> Program:
+def program(architecture: str, isa: str, threads: int, kv_dtype: KVType) -> Program:
     def model(ops: Ops) -> Value:
         value: Value = load(architecture).forward(ops, MODELS[architecture])
         return value
 
     return compile_model(
-        NativeKernels(threads, isa), model, weights(architecture), n_blocks=N_BLOCKS, block_tokens=BLOCK_TOKENS
+        NativeKernels(threads, isa, kv_dtype),
+        model,
+        weights(architecture),
+        n_blocks=N_BLOCKS,
+        block_tokens=BLOCK_TOKENS,
     )
 
 
@@ -90,15 +97,16 @@ def text(length: int, seed: int) -> list[int]:
     return [int(token) for token in np.random.default_rng(seed).integers(0, VOCABULARY, length)]
 
 
-def alone(architecture: str, isa: str, token_ids: Sequence[int]) -> Float32:
+def alone(architecture: str, isa: str, token_ids: Sequence[int], kv_dtype: KVType = "bf16") -> Float32:
     """Return the logits of all positions, run at once, by one thread, in the first blocks."""
     table = range(-(-len(token_ids) // BLOCK_TOKENS))
     work = Work(token_ids, 0, table, len(token_ids))
-    return program(architecture, isa, 1).run(pack([work], BLOCK_TOKENS)).copy()
+    return program(architecture, isa, 1, kv_dtype).run(pack([work], BLOCK_TOKENS)).copy()
 
 
 @pytest.mark.parametrize("isa", available())
 @pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
 @settings(max_examples=12, deadline=None)
 @given(
     threads=st.sampled_from([1, 2, 3]),
@@ -107,11 +115,11 @@ def alone(architecture: str, isa: str, token_ids: Sequence[int]) -> Float32:
     seed=st.integers(0, 10_000),
 )
 def test_a_row_is_the_same_bits_in_any_company(
-    architecture: str, isa: str, threads: int, lengths: list[int], chunks: list[int], seed: int
+    architecture: str, isa: str, kv_dtype: KVType, threads: int, lengths: list[int], chunks: list[int], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     texts = [text(length, seed + i) for i, length in enumerate(lengths)]
-    expected = [alone(architecture, isa, token_ids) for token_ids in texts]
+    expected = [alone(architecture, isa, token_ids, kv_dtype) for token_ids in texts]
     blocks = iter(int(block) for block in rng.permutation(N_BLOCKS))
     tables = [[next(blocks) for _ in range(-(-length // BLOCK_TOKENS))] for length in lengths]
     done = [0] * len(texts)
@@ -125,7 +133,7 @@ def test_a_row_is_the_same_bits_in_any_company(
                 places += [(int(i), at) for at in range(done[i] + count - wanted, done[i] + count)]
                 done[i] += count
         if work:
-            found = program(architecture, isa, threads).run(pack(work, BLOCK_TOKENS))
+            found = program(architecture, isa, threads, kv_dtype).run(pack(work, BLOCK_TOKENS))
             for row, (i, at) in enumerate(places):
                 np.testing.assert_array_equal(found[row], expected[i][at], err_msg=f"text {i}, position {at}")
 
@@ -135,8 +143,8 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     if len(available()) < 2:
         pytest.skip("one instruction set only")
     token_ids = text(200, 7)
-    for architecture in MODELS:
-        first, *others = (alone(architecture, isa, token_ids) for isa in available())
+    for architecture, kv_dtype in product(MODELS, KV_TYPES):
+        first, *others = (alone(architecture, isa, token_ids, kv_dtype) for isa in available())
         assert np.isfinite(first).all()
         assert float(first.std()) > 0.1
         for other in others:

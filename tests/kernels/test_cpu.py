@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from headway.errors import ConfigError
 from headway.kernels import has_native, pick_kernels
-from headway.kernels.ops import Batch, Kernels, Ops, Rope, Value
+from headway.kernels.ops import Batch, Kernels, KVLayout, Ops, Rope, Value
 from headway.kernels.reference import ReferenceKernels
 from headway.kernels.tensor import Affine, Float32, Tensor
 from headway.models.checkpoint.gguf import GGUFTensor
@@ -50,6 +50,14 @@ def bfloat16(values: Float32) -> Float32:
     bits = values.view(np.uint32).astype(np.uint64)
     bits += 0x7FFF + (bits >> 16 & 1)
     return (bits & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def int8(values: Float32, width: int) -> Float32:
+    """Round to 127 steps either way, of a scale per row and head."""
+    heads = values.reshape(len(values), -1, width)
+    largest = np.abs(heads).max(-1, keepdims=True)
+    codes = np.rint(heads * (np.float32(127) / np.maximum(largest, np.float32(1e-36))))
+    return np.asarray(codes * (largest / np.float32(127)), np.float32).reshape(values.shape)
 
 
 # ---- rows
@@ -310,6 +318,7 @@ def test_a_bad_scale_shows_in_its_channel_only(kernels: NativeKernels, bad: floa
     block_tokens=st.sampled_from([16, 32, 128]),
     window=st.sampled_from([None, 1, 3, 40, 130]),
     softcap=st.sampled_from([None, 1.5]),
+    kv_dtype=st.sampled_from(["bf16", "int8"]),
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
     seed=st.integers(0, 1000),
 )
@@ -321,11 +330,13 @@ def test_paged_attention_equals_dense_attention_for_any_cutting(
     block_tokens: int,
     window: int | None,
     softcap: float | None,
+    kv_dtype: Literal["bf16", "int8"],
     lengths: list[int],
     seed: int,
 ) -> None:
     """Sequences run in random chunks, mixed in random order, over random blocks; contexts cross spans of 128."""
     rng = np.random.default_rng(seed)
+    kernels = NativeKernels(2, kernels.isa, kv_dtype)
     heads = kv_heads * group
     total = sum(lengths)
     q, k, v = (normal(total, count * width, seed=seed + i) for i, count in enumerate((heads, kv_heads, kv_heads)))
@@ -372,8 +383,8 @@ def test_paged_attention_equals_dense_attention_for_any_cutting(
         part = slice(first_token[i], first_token[i] + length)
         expected = dense_attention(
             q[part],
-            bfloat16(k[part]),
-            bfloat16(v[part]),
+            bfloat16(k[part]) if kv_dtype == "bf16" else int8(k[part], width),
+            bfloat16(v[part]) if kv_dtype == "bf16" else int8(v[part], width),
             heads=heads,
             kv_heads=kv_heads,
             scale=0.3,
@@ -381,6 +392,36 @@ def test_paged_attention_equals_dense_attention_for_any_cutting(
             softcap=softcap,
         )
         np.testing.assert_allclose(found[part], expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_key_is_seen_by_later_rows_of_its_sequence_only(
+    kernels: Kernels, kv_dtype: Literal["bf16", "int8"], bad: float
+) -> None:
+    """And not by a sequence that gets the same block afterwards."""
+
+    def model(ops: Ops) -> Value:
+        value = ops.embed("x", width=32)
+        attended = ops.attend(value, value, value, layer=0, heads=2, kv_heads=2, head_width=16, scale=0.3)
+        return ops.head(attended, "identity", width=32)
+
+    x = normal(40, 32)
+    x[20, 3] = bad
+    weights = {"x": x, "identity": np.eye(32, dtype=np.float32)}
+    program = compile_model(NativeKernels(2, kernels.isa, kv_dtype), model, weights, n_blocks=4, block_tokens=16)
+    found = program.run(batch_of([(40, 0, [0, 1, 2])], 16)).copy()
+    assert np.isfinite(found[:20]).all()
+    assert not np.isfinite(found[20:]).any()
+    again = batch_of([(18, 0, [2, 1])], 16)
+    again.token_ids[:] = np.arange(18)
+    np.testing.assert_array_equal(program.run(again), found[:18])
+
+
+@pytest.mark.parametrize(("kv_dtype", "bytes_"), [("bf16", 2 * 64 * 2), ("int8", 2 * 64 + 2 * 4)])
+def test_memory_of_a_block(kv_dtype: Literal["bf16", "int8"], bytes_: int) -> None:
+    kv = KVLayout(layers=3, kv_heads=2, head_width=64)
+    assert NativeKernels(1, "scalar", kv_dtype).block_bytes(kv, 32) == 3 * 2 * 32 * bytes_
 
 
 # ---- loading

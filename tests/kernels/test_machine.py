@@ -146,6 +146,8 @@ def test_kernels_are_picked_by_name() -> None:
             pick_kernels(name)
     with pytest.raises(ConfigError, match="at least 1, not 0"):
         pick_kernels("auto", 0)
+    with pytest.raises(ConfigError, match="'int8', but the reference kernels keep K and V in float32"):
+        pick_kernels("reference", 1, kv_dtype="int8")
 
 
 def test_without_the_native_library_auto_is_the_reference_and_cpu_says_how_to_get_it(

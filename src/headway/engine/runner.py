@@ -150,11 +150,11 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
     config = checkpoint.config
     model = load(config.architecture)
     plan = record(lambda ops: model.forward(ops, config))
-    kernels = pick_kernels(settings.kernels, settings.threads, environment().isa)
+    kernels = pick_kernels(settings.kernels, settings.threads, environment().isa, settings.kv_dtype)
     refused = kernels.refuses(plan, settings.block_tokens)
     if refused and settings.kernels == "auto":
         _log.warning("%s; running on the reference kernels, which are slow", refused)
-        kernels = pick_kernels("reference", settings.threads)
+        kernels = pick_kernels("reference", settings.threads, kv_dtype=settings.kv_dtype)
     elif refused:
         raise ConfigError(refused)
     context = settings.context_tokens or config.context

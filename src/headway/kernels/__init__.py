@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Literal
 
 from headway.errors import ConfigError
 from headway.kernels import machine
 from headway.kernels.ops import Kernels
 
 
-def pick_kernels(name: str, threads: int | None = None, isa: str = "") -> Kernels:
+def pick_kernels(
+    name: str, threads: int | None = None, isa: str = "", kv_dtype: Literal["bf16", "int8"] = "bf16"
+) -> Kernels:
     """Return an implementation: ``auto`` is the fastest here; raises ConfigError when the named one is missing.
 
     ``threads`` None takes what the affinity mask and the cgroup allow.
@@ -20,16 +23,16 @@ def pick_kernels(name: str, threads: int | None = None, isa: str = "") -> Kernel
         threads = machine.usable_threads().value
     match name:
         case "auto":
-            return _native(threads, isa) if has_native() else _reference(threads)
+            return _native(threads, isa, kv_dtype) if has_native() else _reference(threads, kv_dtype)
         case "reference":
-            return _reference(threads)
+            return _reference(threads, kv_dtype)
         case "cpu":
             if not has_native():
                 raise ConfigError(
                     "engine.kernels is 'cpu', but this installation has no native library (it was built with"
                     " HEADWAY_NATIVE=0); install it again with a C++ compiler, or use 'reference' (NumPy)"
                 )
-            return _native(threads, isa)
+            return _native(threads, isa, kv_dtype)
         case "cuda":
             raise ConfigError(
                 "engine.kernels is 'cuda', but this build has no CUDA kernels; use 'auto', 'cpu' or 'reference' (NumPy)"
@@ -49,14 +52,16 @@ def has_native() -> bool:
     return True
 
 
-def _native(threads: int, isa: str) -> Kernels:
+def _native(threads: int, isa: str, kv_dtype: Literal["bf16", "int8"]) -> Kernels:
     from headway.kernels.cpu import NativeKernels
 
-    return NativeKernels(threads, isa)
+    return NativeKernels(threads, isa, kv_dtype)
 
 
-def _reference(threads: int) -> Kernels:
+def _reference(threads: int, kv_dtype: str) -> Kernels:
     from headway.kernels.reference import ReferenceKernels
 
+    if kv_dtype == "int8":
+        raise ConfigError("engine.kv_dtype is 'int8', but the reference kernels keep K and V in float32; use 'cpu'")
     machine.set_threads(threads)
     return ReferenceKernels(threads)

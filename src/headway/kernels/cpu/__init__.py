@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,20 +25,22 @@ def available() -> tuple[str, ...]:
 
 
 class NativeKernels:
-    """C++ on the best instruction set here, or on a named one."""
+    """C++ on the best instruction set here, or on a named one; K and V in bfloat16 or in int8 with scales."""
 
     name = "cpu"
 
-    def __init__(self, threads: int, isa: str = "") -> None:
+    def __init__(self, threads: int, isa: str = "", kv_dtype: Literal["bf16", "int8"] = "bf16") -> None:
         known = available()
         if isa and isa not in known:
             raise ConfigError(f"HEADWAY_ISA is {isa!r}; this machine runs {', '.join(known)}")
         self.isa = isa or known[0]
         self.threads = threads
+        self.kv_bits = 8 if kv_dtype == "int8" else 16
 
     def block_bytes(self, kv: KVLayout, block_tokens: int) -> int:
-        """K and V in bfloat16."""
-        return 2 * 2 * kv.layers * kv.kv_heads * kv.head_width * block_tokens
+        """K and V, and for int8 a float scale of each per token and head."""
+        scales = 2 * 4 if self.kv_bits == 8 else 0
+        return kv.layers * kv.kv_heads * block_tokens * (2 * kv.head_width * self.kv_bits // 8 + scales)
 
     def weight_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Quantized weights have codes of 4 or 8 bits; dense ones keep their size."""
@@ -62,7 +64,7 @@ class NativeKernels:
         refused = self.refuses(plan, block_tokens)
         if refused:
             raise ConfigError(refused)
-        return _Program(plan, weight, n_blocks, block_tokens, self.threads, self.isa)
+        return _Program(plan, weight, n_blocks, block_tokens, self)
 
 
 class _Program:
@@ -74,11 +76,19 @@ class _Program:
         weight: Callable[[str], Tensor],
         n_blocks: int,
         block_tokens: int,
-        threads: int,
-        isa: str,
+        kernels: NativeKernels,
     ) -> None:
         kv = plan.kv
-        self.native = _native.Program(isa, threads, kv.layers, n_blocks, block_tokens, kv.kv_heads, kv.head_width)
+        self.native = _native.Program(
+            kernels.isa,
+            kernels.threads,
+            kv.layers,
+            n_blocks,
+            block_tokens,
+            kv.kv_heads,
+            kv.head_width,
+            kernels.kv_bits,
+        )
         self._weights = Weights(self.native, checked_tensors(plan, weight))
         self._ropes: dict[Rope, int] = {}
         groups = group_calls(plan)

@@ -17,7 +17,15 @@ def available() -> list[str]: ...
 
 class Program:
     def __init__(
-        self, isa: str, threads: int, layers: int, n_blocks: int, block_tokens: int, kv_heads: int, width: int
+        self,
+        isa: str,
+        threads: int,
+        layers: int,
+        n_blocks: int,
+        block_tokens: int,
+        kv_heads: int,
+        width: int,
+        kv_bits: int = 16,
     ) -> None: ...
     def add_quantized(
         self,
