@@ -101,6 +101,9 @@ class FakeBackend:
     async def _acquire(self, request: Request) -> None:
         if self._slots is None:
             return
+        if not self._slots.locked():
+            await self._slots.acquire()  # at once: who gets a slot has not waited
+            return
         self.waiting += 1
         waiter = asyncio.create_task(self._slots.acquire())
         self._waiters.add(waiter)
