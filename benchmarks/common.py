@@ -22,10 +22,10 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def head(command: str, model: str) -> None:
-    """Print where, what and how."""
-    print(f"`python {command} --model {model}` at {commit()}; {machine_line()}\n")
-    print("| figure | median | least to greatest |\n| --- | --- | --- |")
+def head(command: str, columns: tuple[str, ...] = ("figure", "median", "least to greatest")) -> None:
+    """Print where, what and how, and the table's head."""
+    print(f"`python -m {command}` at {commit()}; {machine_line()}\n")
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}", flush=True)
 
 
 def row(name: str, values: Sequence[float], unit: str, digits: int = 0) -> None:

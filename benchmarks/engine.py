@@ -70,7 +70,7 @@ def main() -> None:
     with LLM(arguments.model, prefix_cache=False) as llm:
         ours = EngineWorkload(llm)
         peer = None if arguments.no_peer else Peer(arguments.model)
-        head("-m benchmarks.engine", arguments.model)
+        head(f"benchmarks.engine --model {arguments.model}")
         row("load, headway", [llm.started.seconds], "s", digits=2)
         if peer is not None:
             row("load, transformers", [peer.load_s], "s", digits=2)

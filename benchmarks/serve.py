@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    head("-m benchmarks.serve", arguments.model)
+    head(f"benchmarks.serve --model {arguments.model}")
     starts = []
     for _ in range(arguments.repeats):
         with serving(arguments.model) as server:

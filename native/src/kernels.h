@@ -61,6 +61,7 @@ struct Layer {
     }
 };
 
+constexpr int WIDEST_HEAD = 4096;
 constexpr int SPAN = 128;  // tokens of context that are summed apart, whatever the batch; a multiple of every block size
 
 // Running softmax over a part of the context: largest score, sum of exponentials, weighted sum of V.
@@ -81,7 +82,9 @@ struct Kernels {
     void (*rotate)(const float* x, const float* cos, const float* sin, float* out, int heads, int width);
     void (*gate)(const float* gate, const float* up, float* out, int width, int gelu);
     void (*add)(const float* a, const float* b, float* out, int width);
-    // Store one row's K and V at a place of a block.
+    // Heads of one row turned by a Hadamard matrix: q . k stays, and no channel stands out, which int8 keys need.
+    void (*spread)(const float* x, float* out, int heads, int width);
+    // Store one row's K and V at a place of a block; int8 keys are spread first.
     void (*store_kv)(const Layer&, const Heads&, int block, int offset, const float* k, const float* v);
     // Query rows [first_position, first_position + rows) of one sequence, one KV head, keys of one span of the context:
     // q and out are [rows, group * width] with strides; out gets the weighted sums, state one Partial per row and head.

@@ -52,7 +52,7 @@ Program::Program(const Kernels& kernels, int threads, int layers, int n_blocks, 
     require(threads >= 1 && threads <= 1024, "threads");
     require(layers >= 1 && n_blocks >= 1 && kv_heads >= 1, "the KV pool's size");
     require(block_tokens >= STRIP && block_tokens % STRIP == 0 && SPAN % block_tokens == 0, "block_tokens");
-    require(width >= STRIP && width % STRIP == 0 && width <= 4096, "the heads' width");
+    require(width >= STRIP && width % STRIP == 0 && width <= WIDEST_HEAD, "the heads' width");
     require(kv_bits == 8 || kv_bits == 16, "kv_bits");
     const int64_t unit = Layer::unit_bytes(kv_bits == 8, block_tokens, width);
     require((double)unit * layers * n_blocks * kv_heads < 1e15, "the KV pool's size");
@@ -309,18 +309,29 @@ void Program::attend(const Node& n, const Batch& batch) {
                               k + (first + row) * sk, v + (first + row) * sv);
         });
     }
+    const float* q = at(n.a);
+    int64_t sq = stride(n.a);
+    if (layer.bytes) {
+        const int width = n.shape.heads * n.shape.width;
+        spread_.resize((size_t)batch.rows * width);
+        over_rows(batch.rows, 8 * width, [&](int row) {
+            kernels_.spread(q + row * sq, spread_.data() + (int64_t)row * width, n.shape.heads, n.shape.width);
+        });
+        q = spread_.data(), sq = width;
+    }
     std::vector<int> decodes;
     for (int s = 0; s < batch.sequences; s++) {
         if (batch.starts[s + 1] - batch.starts[s] == 1)
             decodes.push_back(s);
         else
-            attend_chunk(n, batch, s);
+            attend_chunk(n, batch, s, q, sq);
     }
-    if (!decodes.empty()) attend_decodes(n, batch, decodes);
+    if (!decodes.empty()) attend_decodes(n, batch, decodes, q, sq);
 }
 
 // One row each: the parts are (sequence, KV head, span), so that even a single sequence keeps all threads busy.
-void Program::attend_decodes(const Node& n, const Batch& batch, const std::vector<int>& sequences) {
+void Program::attend_decodes(const Node& n, const Batch& batch, const std::vector<int>& sequences, const float* q,
+                             int64_t sq) {
     const Heads& h = n.shape;
     const Layer& layer = pool_layers_[n.layer];
     const int group = h.heads / h.kv_heads, count = (int)sequences.size();
@@ -337,9 +348,8 @@ void Program::attend_decodes(const Node& n, const Batch& batch, const std::vecto
     const int spans = offset[count];
     parts_.resize((size_t)spans * h.heads);
     part_values_.resize((size_t)spans * h.heads * h.width);
-    const float* q = at(n.a);
     float* out = at(n.out);
-    const int64_t sq = stride(n.a), so = stride(n.out);
+    const int64_t so = stride(n.out);
     const int tasks = spans * h.kv_heads;
     auto one = [&](int task, int) {
         const int place = task / h.kv_heads, kv = task % h.kv_heads;
@@ -370,16 +380,15 @@ void Program::attend_decodes(const Node& n, const Batch& batch, const std::vecto
 }
 
 // Many rows of one sequence: the parts are (KV head, few rows), which go over the spans in the same order.
-void Program::attend_chunk(const Node& n, const Batch& batch, int s) {
+void Program::attend_chunk(const Node& n, const Batch& batch, int s, const float* q, int64_t sq) {
     const Heads& h = n.shape;
     const Layer& layer = pool_layers_[n.layer];
     const int group = h.heads / h.kv_heads, first = batch.starts[s], rows = batch.starts[s + 1] - first;
     const int64_t part = (int64_t)CHUNK_ROWS * group;
     parts_.resize((size_t)(pool_->threads() * part * 2));
     part_values_.resize((size_t)(pool_->threads() * part * h.width));
-    const float* q = at(n.a);
     float* out = at(n.out);
-    const int64_t sq = stride(n.a), so = stride(n.out);
+    const int64_t so = stride(n.out);
     const int tiles = ceil_div(rows, CHUNK_ROWS);
     pool_->run(tiles * h.kv_heads, [&](int task, int worker) {
         // The last rows see most: they go first, so that no thread starts a long part at the end.

@@ -90,8 +90,8 @@ class Program {
     void product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
                  const float* bias);
     void attend(const Node& node, const Batch& batch);
-    void attend_decodes(const Node& node, const Batch& batch, const std::vector<int>& sequences);
-    void attend_chunk(const Node& node, const Batch& batch, int sequence);
+    void attend_decodes(const Node& node, const Batch& batch, const std::vector<int>& sequences, const float* q, int64_t sq);
+    void attend_chunk(const Node& node, const Batch& batch, int sequence, const float* q, int64_t sq);
     void head(const Node& node, const Batch& batch, float* logits);
     void tables_of_ropes(const Batch& batch);
     uint8_t* allocate(int64_t bytes);
@@ -118,7 +118,7 @@ class Program {
     std::vector<std::vector<float>> buffers_;
     std::vector<Node> nodes_;
     std::vector<int8_t> codes_;
-    std::vector<float> scales_, weighted_, gathered_, part_values_;
+    std::vector<float> scales_, weighted_, gathered_, spread_, part_values_;
     std::vector<int32_t> zeros_;
     std::vector<Partial> parts_;
     int reserved_ = 0;

@@ -60,6 +60,18 @@ def int8(values: Float32, width: int) -> Float32:
     return np.asarray(codes * (largest / np.float32(127)), np.float32).reshape(values.shape)
 
 
+def spread(values: Float32, width: int) -> Float32:
+    """Turn each head by a Hadamard matrix, in blocks of the largest power of two in the width."""
+    block = width & -width
+    out = values.reshape(-1, block) * np.float32(1 / np.sqrt(np.float32(block)))
+    half = 1
+    while half < block:
+        pairs = out.reshape(-1, 2, half)
+        out = np.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], axis=1)
+        half *= 2
+    return np.asarray(out, np.float32).reshape(values.shape)
+
+
 # ---- rows
 
 
@@ -381,10 +393,13 @@ def test_paged_attention_equals_dense_attention_for_any_cutting(
             done[i] += chunk
     for i, length in enumerate(lengths):
         part = slice(first_token[i], first_token[i] + length)
+        stored = (
+            (q[part], bfloat16(k[part]), bfloat16(v[part]))
+            if kv_dtype == "bf16"
+            else (spread(q[part], width), int8(spread(k[part], width), width), int8(v[part], width))
+        )
         expected = dense_attention(
-            q[part],
-            bfloat16(k[part]) if kv_dtype == "bf16" else int8(k[part], width),
-            bfloat16(v[part]) if kv_dtype == "bf16" else int8(v[part], width),
+            *stored,
             heads=heads,
             kv_heads=kv_heads,
             scale=0.3,
