@@ -353,3 +353,15 @@ def test_any_value_in_a_directorys_files_is_read_or_refused(
 def test_directory_without_tokenizer_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no tokenizer\.json"):
         read_directory(tmp_path)
+
+
+def test_a_character_that_the_vocabulary_lacks_is_its_unknown_token(tmp_path: Path) -> None:
+    """Also where that is a control token, and where a control token stands in the same text."""
+    files = json.loads(read_gguf(tiny.spm_metadata()).backend.to_str())
+    files["model"]["byte_fallback"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(files))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    tokenizer = Tokenizer(read_directory(tmp_path))
+    unknown = tokenizer.encode("<unk>", add_special_tokens=False, allow_special=True)
+    assert len(unknown) == 1
+    assert unknown[0] in tokenizer.encode("the <s> end\n中")

@@ -192,7 +192,9 @@ class ControlTokens:
         with self._lock:
             if self._quiet is None:
                 self._quiet = self._build()
-                self._real_ids = frozenset(self._ids.values())
+                # What stands for characters that the vocabulary lacks comes out of any text, and controls nothing.
+                unknown = getattr(self._backend.model, "unk_token", None)
+                self._real_ids = frozenset(index for token, index in self._ids.items() if token != unknown)
             return self._quiet
 
     def _build(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
