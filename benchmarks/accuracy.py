@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+import headway.kernels.cpu._native as _native
 from benchmarks.common import ROOT, head
 from headway.bench.divergence import divergence, summary
 from headway.config import EngineConfig, environment
 from headway.engine.runner import Runner, load_runner
 from headway.engine.tokenizer import load_tokenizer
 from headway.engine.work import Work
-from headway.kernels.cpu import _native, available
+from headway.kernels.cpu import available
 from headway.kernels.cpu.weights import Weights
-from headway.kernels.tensor import Tensor
+from headway.kernels.tensor import Float32, Tensor
 from headway.models.checkpoint import Checkpoint, open_checkpoint
 from headway.models.pull import obtain
 
@@ -34,7 +36,12 @@ def texts(tokens: int) -> Iterator[tuple[str, str]]:
     """Yield (kind, text) of prose, code and a conversation, each some characters per token long."""
     yield "prose", (ROOT / "README.md").read_text(encoding="utf-8")[: 5 * tokens]
     yield "code", (ROOT / "src/headway/engine/scheduler.py").read_text(encoding="utf-8")[: 5 * tokens]
-    questions = ["What is a KV cache?", "Write a haiku about the sea.", "Explain recursion to a child.", "Sum 17 and 25."]
+    questions = [
+        "What is a KV cache?",
+        "Write a haiku about the sea.",
+        "Explain recursion to a child.",
+        "Sum 17 and 25.",
+    ]
     yield "chat", "\n".join(f"User: {question}\nAssistant: Of course. {question}" for question in questions)
 
 
@@ -44,7 +51,7 @@ def runner(checkpoint: Checkpoint, kernels: str, kv_dtype: str, tokens: int) -> 
     return load_runner(checkpoint, settings, n_blocks=-(-tokens // settings.block_tokens))
 
 
-def logits(run: Runner, token_ids: Sequence[int], start: int) -> np.ndarray:
+def logits(run: Runner, token_ids: Sequence[int], start: int) -> Float32:
     """Return the logits of a chunk of positions; those before have run."""
     table = range(run.n_blocks)
     part = token_ids[start : start + CHUNK]
@@ -71,7 +78,7 @@ def measure(name: str, kv_dtypes: Sequence[str], tokens: int) -> None:
     inputs = [(kind, tokenizer.encode(text)[:tokens]) for kind, text in texts(tokens)]
     reference = runner(checkpoint, "reference", "bf16", tokens)
     natives = {kv: runner(checkpoint, "cpu", kv, tokens) for kv in kv_dtypes}
-    parts: dict[str, list] = {kv: [] for kv in natives}
+    parts: dict[str, list[Any]] = {kv: [] for kv in natives}
     for _, token_ids in inputs:
         for start in range(0, len(token_ids), CHUNK):
             wanted = logits(reference, token_ids, start)
