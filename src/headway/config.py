@@ -27,8 +27,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_memory: str | None = None
     """Memory for the KV cache, such as "2GiB"; by default a share of what the cgroup leaves available."""
     kv_dtype: Literal["bf16", "int8"] = "bf16"
-    """How the native kernels keep K and V; int8 (a scale per token and head) halves the memory, at a loss that depends on
-    the model (docs/performance.md)."""
+    """How the native kernels keep K and V; int8 halves the memory, at a loss that depends on the model
+    (docs/performance.md)."""
     block_tokens: Positive = 32
     """Tokens in a KV block."""
     context_tokens: Positive | None = None
