@@ -183,6 +183,16 @@ headway::Profile read_profile(Program& p) {
     return p.profile();
 }
 
+double read_rate(Program& p) {
+    Alone alone(p);
+    return p.read_rate();
+}
+
+double product_rate(Program& p) {
+    Alone alone(p);
+    return p.product_rate();
+}
+
 nb::dict profile(Program& p) {
     const headway::Profile found = read_profile(p);
     nb::dict out;
@@ -230,5 +240,7 @@ NB_MODULE(_native, m) {
         .def_prop_ro("weight_bytes", &Program::weight_bytes)
         .def_prop_ro("isa", [](const Program& p) { return std::string(p.kernels().name); })
         .def("set_profile", &set_profile, "on"_a)
-        .def("profile", &profile);
+        .def("profile", &profile)
+        .def("read_rate", &read_rate)
+        .def("product_rate", &product_rate);
 }

@@ -95,6 +95,10 @@ struct Kernels {
     void (*merge)(Partial* acc, float* acc_values, const Partial* part, const float* values, int width);
     void (*finish)(const Partial* acc, float* values, int width);  // divide by the total
     void (*softcap)(float* x, int64_t count, float cap);
+    // What the machine can do at most: read a stretch of memory; do products of codes on registers alone. They return a
+    // sum that keeps the work from being dropped, and the multiplications and additions done.
+    float (*read)(const float* x, int64_t count);
+    int64_t (*products)(int64_t rounds);
 };
 
 extern const Kernels scalar_kernels;

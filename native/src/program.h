@@ -70,6 +70,10 @@ class Program {
     void linear(int weight, const float* x, int rows, float* out);
     void embed_rows(int weight, const int32_t* ids, int rows, float* out);
 
+    // The machine's limits on all threads, measured now: bytes read from memory, and operations on 4-bit codes, a second.
+    double read_rate();
+    double product_rate();
+
     // Held by whoever calls any of the above: one caller at a time, a second one is refused.
     std::mutex& busy() { return busy_; }
 

@@ -142,6 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument(
         "--repeats", type=_positive, default=3, metavar="N", help="runs a figure (default: %(default)s)"
     )
+    engine.add_argument("--profile", action="store_true", help="show where a step's time goes, by Op, instead of rates")
     engine.add_argument("--json", action="store_true", help="print one JSON object")
     _engine(engine)
 

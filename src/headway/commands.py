@@ -241,6 +241,7 @@ def evaluate(args: argparse.Namespace, config: EngineConfig) -> int:
 def bench_engine(args: argparse.Namespace, config: EngineConfig) -> int:
     """Measure decode and prefill on this machine."""
     from headway.bench.engine import measure, table
+    from headway.bench.profile import profile, render
     from headway.llm import LLM
     from headway.workload import EngineWorkload
 
@@ -260,10 +261,20 @@ def bench_engine(args: argparse.Namespace, config: EngineConfig) -> int:
         for name, most in (("contexts", max(contexts)), ("prefills", max(prefills))):
             if most > limit:
                 raise InvalidRequest(f"--{name} {most}: the model's context is {limit} tokens")
-        report = measure(
-            EngineWorkload(llm), batches=batches, contexts=contexts, prefills=prefills, repeats=args.repeats
-        )
-    if args.json:
+        workload = EngineWorkload(llm)
+        cases = [(batch, context) for context in contexts for batch in batches]
+        if args.profile:
+            for case in cases:
+                workload.decode_step_s(*case)
+            profiles = profile(workload, cases, prefills)
+        else:
+            report = measure(workload, batches=batches, contexts=contexts, prefills=prefills, repeats=args.repeats)
+    if args.profile:
+        if args.json:
+            _print_json({"model": args.model, "profiles": msgspec.to_builtins(profiles)})
+        else:
+            print(render(profiles))
+    elif args.json:
         _print_json(msgspec.to_builtins(report))
     else:
         print(table(report))

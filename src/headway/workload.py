@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from headway.engine.work import Work
 from headway.llm import LLM
 
 DECODE_STEPS = 8
-READ_BYTES = 256 << 20
 
 
 class EngineWorkload:
@@ -22,9 +22,11 @@ class EngineWorkload:
         self._llm = llm
         self._runner = llm.runner
         self._rng = np.random.default_rng(0)
-        self._memory = np.ones(READ_BYTES // 4, dtype=np.float32)
-        self._vector = np.ones(4096, dtype=np.float32)
-        self._square = np.ones((1024, 1024), dtype=np.float32)
+
+    @property
+    def decode_steps(self) -> int:
+        """How many steps a call of ``decode_step_s`` runs."""
+        return DECODE_STEPS
 
     def facts(self) -> Facts:
         """Return what does not change between runs."""
@@ -74,15 +76,19 @@ class EngineWorkload:
             self._runner.run([Work(token_ids=part, start=start, table=table, logits=1 if last else 0)])
         return time.perf_counter() - began
 
-    def read_bytes_per_s(self) -> float:
-        """Return the rate at which a matrix-vector product streams through memory."""
-        matrix = self._memory.reshape(-1, self._vector.size)
-        began = time.perf_counter()
-        matrix @ self._vector
-        return self._memory.nbytes / (time.perf_counter() - began)
+    def limits(self) -> tuple[float, float]:
+        """Return bytes a second from memory and operations a second, measured now."""
+        limits = self._runner.program.limits()
+        return limits.read_bytes_per_s, limits.operations_per_s
 
-    def peak_flops(self) -> float:
-        """Return the rate of a square matrix product."""
+    def profile(self, run: Callable[[], float], times: int) -> tuple[float, dict[str, tuple[float, int]]]:
+        """Return the seconds of some calls of ``run``, and seconds and calls by Op in them; it has run before."""
+        program = self._runner.program
+        program.set_profile(True)
         began = time.perf_counter()
-        self._square @ self._square
-        return 2.0 * self._square.shape[0] ** 3 / (time.perf_counter() - began)
+        for _ in range(times):
+            run()
+        seconds = time.perf_counter() - began
+        found = program.profile()
+        program.set_profile(False)
+        return seconds, found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,6 +12,11 @@ from headway.bench.measure import percentile
 
 class Workload(Protocol):
     """An engine that can be timed; the adapter lives above, since bench knows no engine."""
+
+    @property
+    def decode_steps(self) -> int:
+        """How many steps a call of ``decode_step_s`` runs."""
+        ...
 
     def facts(self) -> Facts:
         """Return what does not change between runs."""
@@ -25,12 +30,12 @@ class Workload(Protocol):
         """Return the seconds that the prefill of one prompt takes."""
         ...
 
-    def read_bytes_per_s(self) -> float:
-        """Return the read bandwidth of memory, measured now."""
+    def limits(self) -> tuple[float, float]:
+        """Return bytes a second from memory and operations a second at most, measured now."""
         ...
 
-    def peak_flops(self) -> float:
-        """Return the arithmetic rate of the kernels' best case, measured now."""
+    def profile(self, run: Callable[[], float], times: int) -> tuple[float, dict[str, tuple[float, int]]]:
+        """Return the seconds of some calls of ``run``, and seconds and calls by Op in them."""
         ...
 
 
@@ -92,8 +97,9 @@ def measure(
     bandwidth: list[float] = []
     flops: list[float] = []
     for _ in range(repeats):
-        bandwidth.append(workload.read_bytes_per_s())
-        flops.append(workload.peak_flops())
+        read_now, peak_now = workload.limits()
+        bandwidth.append(read_now)
+        flops.append(peak_now)
         for case in cases:
             decode[case].append(workload.decode_step_s(*case))
         for tokens in prefills:

@@ -51,7 +51,7 @@ class Runner:
         kernels: Kernels,
         cost: Cost,
     ) -> None:
-        self._program = program
+        self.program = program
         self.vocabulary = vocabulary
         self.n_blocks = n_blocks
         self.block_tokens = block_tokens
@@ -61,7 +61,7 @@ class Runner:
 
     def run(self, work: Sequence[Work]) -> Float32:
         """Return logits [sum of work.logits, vocabulary], rows in the order of work; valid until the next call."""
-        return self._program.run(pack(work, self.block_tokens))
+        return self.program.run(pack(work, self.block_tokens))
 
 
 def pack(work: Sequence[Work], block_tokens: int) -> Batch:

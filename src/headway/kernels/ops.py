@@ -149,11 +149,33 @@ class Batch:
     """Rows whose logits are wanted, ascending."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine can do at most with these kernels' data types, on their threads."""
+
+    read_bytes_per_s: float
+    """From memory, not from a cache."""
+    operations_per_s: float
+    """Multiplications and additions of the kind that the weights' products take."""
+
+
 class Program(Protocol):
     """A compiled Plan with its weights and its KV pool; one owner, one caller at a time."""
 
     def run(self, batch: Batch) -> Float32:
         """Run one step; return logits [len(logit_rows), vocabulary], valid until the next call."""
+        ...
+
+    def limits(self) -> Limits:
+        """Return the machine's limits, measured now."""
+        ...
+
+    def set_profile(self, on: bool) -> None:
+        """Begin to count the time that each Op takes, from zero, or stop."""
+        ...
+
+    def profile(self) -> dict[str, tuple[float, int]]:
+        """Return seconds and calls by Op since counting began."""
         ...
 
 

@@ -7,6 +7,7 @@ Values are ``[rows, width]`` but lie in memory by column (``x.T`` is contiguous)
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 
 from headway.kernels import paged
 from headway.kernels.arrange import Group, checked_tensors, group_calls, load_weights, place_values
-from headway.kernels.ops import Batch, Int32, KVLayout, Plan, Program, Rope
+from headway.kernels.ops import Batch, Int32, KVLayout, Limits, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
 from headway.kernels.workers import Workers
 
 T = TypeVar("T")
 
 _TRANSPOSED_LOGITS = 64  # up to this many rows of logits, making them by column and turning them is faster
+_READ_FLOATS, _SQUARE = 64 << 20, 1024
 _WORTH_SHARING = 1 << 17  # multiply-adds, or elements of K gathered, from which a second thread pays for its wake-up
 _CHUNKS = 4  # parts of a product, the same for any number of threads: so are the results
 _CHUNK_ROWS = 4096  # most rows of a weight in a part
@@ -173,6 +175,8 @@ class _Program:
         self._nodes = [self._node(group) for group in groups]
         self._rows = -1
         self._bound: list[tuple[Run, tuple[Float32, ...]]] = []
+        self._ops = [group.calls[0].op for group in groups]
+        self._profile: dict[str, tuple[float, int]] | None = None
 
     def run(self, batch: Batch) -> Float32:
         """Replay the Plan."""
@@ -180,9 +184,48 @@ class _Program:
             self._resize(len(batch.token_ids))
         step = self._step(batch)
         with self._workers.step():
-            for run, arrays in self._bound:
-                run(step, *arrays)
+            if self._profile is None:
+                for run, arrays in self._bound:
+                    run(step, *arrays)
+            else:
+                self._run_timed(step, self._profile)
         return self._logits[: len(batch.logit_rows)]
+
+    def _run_timed(self, step: _Step, profile: dict[str, tuple[float, int]]) -> None:
+        for op, (run, arrays) in zip(self._ops, self._bound, strict=True):
+            began = time.perf_counter()
+            run(step, *arrays)
+            seconds, calls = profile.get(op, (0.0, 0))
+            profile[op] = (seconds + time.perf_counter() - began, calls + 1)
+
+    def set_profile(self, on: bool) -> None:
+        """Keep time of every Op, or not."""
+        self._profile = {} if on else None
+
+    def profile(self) -> dict[str, tuple[float, int]]:
+        """Return the times of the Ops that ran."""
+        return dict(self._profile or {})
+
+    def limits(self) -> Limits:
+        """Return the rates of sums over a large array and of square matrix products, on all workers."""
+        memory = np.ones(_READ_FLOATS, np.float32)
+        square = np.ones((_SQUARE, _SQUARE), np.float32)
+        parts = np.array_split(memory, 16 * self._workers.threads)
+        squares = [np.empty_like(square) for _ in range(2 * self._workers.threads)]
+
+        def read(part: Float32, _: int) -> None:
+            part.dot(part)
+
+        def multiply(out: Float32, _: int) -> None:
+            np.dot(square, square, out=out)
+
+        began = time.perf_counter()
+        self._workers.share(read, parts)
+        read_s = time.perf_counter() - began
+        began = time.perf_counter()
+        self._workers.share(multiply, squares)
+        product_s = time.perf_counter() - began
+        return Limits(memory.nbytes / read_s, 2.0 * _SQUARE**3 * len(squares) / product_s)
 
     def _step(self, batch: Batch) -> _Step:
         rows_of = np.diff(batch.starts)

@@ -12,7 +12,7 @@ import headway.kernels.cpu._native as _native
 from headway.errors import ConfigError
 from headway.kernels.arrange import checked_tensors, group_calls, place_values
 from headway.kernels.cpu.weights import Weights, packed_bytes
-from headway.kernels.ops import Batch, Call, KVLayout, Plan, Program, Rope
+from headway.kernels.ops import Batch, Call, KVLayout, Limits, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -115,6 +115,18 @@ class _Program:
             batch.token_ids, batch.positions, batch.starts, batch.lengths, batch.tables, batch.logit_rows, self._logits
         )
         return self._logits[:wanted]
+
+    def limits(self) -> Limits:
+        """Return the rates of bare loops over memory and over registers."""
+        return Limits(self.native.read_rate(), self.native.product_rate())
+
+    def set_profile(self, on: bool) -> None:
+        """Let the library keep time."""
+        self.native.set_profile(on)
+
+    def profile(self) -> dict[str, tuple[float, int]]:
+        """Return the library's times of the Ops that ran."""
+        return {op: (seconds, calls) for op, (seconds, calls) in self.native.profile().items() if calls}
 
     def _linears(self, calls: tuple[Call, ...], whole: tuple[int, int]) -> None:
         """One product where the weights could be joined, else one each, into the same buffer."""
