@@ -168,7 +168,7 @@ def _say_ready(config: Config, name: str, listener: socket.socket) -> None:
         print(
             f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' "
             f'-d \'{{"model": "{name}", "temperature": 0, '
-            f'"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
+            f'"messages": [{{"role": "user", "content": "How many days are in a week?"}}]}}\'\n'
             f"dashboard: {url}/",
             file=sys.stderr,
             flush=True,
