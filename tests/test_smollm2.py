@@ -135,8 +135,8 @@ def test_long_blocks_short_not(server: Server) -> None:
         return seen
 
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        chats = [pool.submit(arrivals, [500 + i, 28, 30], 120) for i in range(8)]
-        time.sleep(2.0)
+        chats = [pool.submit(arrivals, [500 + i, 28, 30], 600) for i in range(8)]
+        time.sleep(0.5)
         sent = time.monotonic()
         long = pool.submit(arrivals, LONG, 2)
         time.sleep(0.2)
