@@ -9,7 +9,7 @@ from typing import Any
 
 import llama_cpp as lib
 
-CONTEXT, SEQUENCES, BATCH = 32 * 640, 32, 2048
+CONTEXT, SEQUENCES, BATCH = 32 * 2112, 32, 2048  # each sequence gets its share of the context
 
 
 class Runner:
