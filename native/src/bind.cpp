@@ -19,6 +19,7 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 using headway::Batch;
+using headway::Before;
 using headway::Kind;
 using headway::Node;
 using headway::Op;
@@ -121,16 +122,16 @@ int add_rope(Program& p, In<float, 1> frequencies, float factor) {
 }
 
 void add_node(Program& p, Op op, const std::vector<std::pair<int, int>>& inputs, std::pair<int, int> out, int width,
-              int heads, int weight, int bias, int layer, int flag, float value, const std::vector<int>& shape,
-              float scale, float cap) {
+              int heads, int weight, int bias, int norm, std::pair<int, int> ropes, Before before, bool adds, int layer,
+              int flag, float value, float eps, const std::vector<int>& shape, float scale, float cap) {
     Node n{};
     n.op = op;
     n.inputs = (int)inputs.size();
-    Place* places[3] = {&n.a, &n.b, &n.c};
-    for (size_t i = 0; i < inputs.size() && i < 3; i++) *places[i] = {inputs[i].first, inputs[i].second};
+    for (size_t i = 0; i < inputs.size() && i < headway::MOST_INPUTS; i++) n.in[i] = {inputs[i].first, inputs[i].second};
     n.out = {out.first, out.second};
-    n.width = width, n.heads = heads, n.weight = weight, n.bias = bias, n.layer = layer, n.flag = flag;
-    n.value = value;
+    n.width = width, n.heads = heads, n.weight = weight, n.bias = bias, n.norm = norm;
+    n.q_rope = ropes.first, n.k_rope = ropes.second;
+    n.before = before, n.adds = adds, n.layer = layer, n.flag = flag, n.value = value, n.eps = eps;
     require(shape.empty() || shape.size() == 4, "a shape is heads, kv_heads, width, window");
     if (!shape.empty()) n.shape = {shape[0], shape[1], shape[2], scale, cap, shape[3]};
     Alone alone(p);
@@ -219,6 +220,10 @@ NB_MODULE(_native, m) {
     m.def("available", &available);
     nb::enum_<Op> ops(m, "Op");
     for (int i = 0; i < headway::OPS; i++) ops.value(headway::OP_NAMES[i], (Op)i);
+    nb::enum_<Before>(m, "Before")
+        .value("nothing", Before::nothing)
+        .value("norm", Before::norm)
+        .value("gate", Before::gate);
     const auto as_is = [](const char* name) { return nb::arg(name).noconvert(); };
     nb::class_<Program>(m, "Program")
         .def("__init__", &start, "isa"_a, "threads"_a, "layers"_a, "n_blocks"_a, "block_tokens"_a, "kv_heads"_a, "width"_a,
@@ -232,7 +237,8 @@ NB_MODULE(_native, m) {
         .def("add_rope", &add_rope, as_is("frequencies"), "factor"_a)
         .def("set_buffers", &set_buffers, "widths"_a)
         .def("add_node", &add_node, "op"_a, "inputs"_a, "out"_a, "width"_a, "heads"_a = 1, "weight"_a = -1, "bias"_a = -1,
-             "layer"_a = 0, "flag"_a = 0, "value"_a = 0.0f, "shape"_a = std::vector<int>{}, "scale"_a = 1.0f, "cap"_a = 0.0f)
+             "norm"_a = -1, "ropes"_a = std::pair<int, int>(-1, -1), "before"_a = Before::nothing, "adds"_a = false,
+             "layer"_a = 0, "flag"_a = 0, "value"_a = 0.0f, "eps"_a = 0.0f, "shape"_a = std::vector<int>{}, "scale"_a = 1.0f, "cap"_a = 0.0f)
         .def("run", &run, as_is("token_ids"), as_is("positions"), as_is("starts"), as_is("lengths"), as_is("tables"),
              as_is("logit_rows"), as_is("logits"))
         .def("linear", &linear, "weight"_a, as_is("x"), as_is("out"))

@@ -46,7 +46,14 @@ void Program::check(const Node& n) const {
         index(place.buffer, widths_.size(), "buffer");
         require(place.column >= 0 && place.column + width <= widths_[place.buffer], "a place");
     };
-    require(n.inputs == INPUTS[op], "the number of inputs");
+    const bool product = n.op == Op::linear || n.op == Op::head;
+    require(n.before >= Before::nothing && n.before <= Before::gate, "what comes before");
+    require(n.before == Before::nothing || product, "what comes before");
+    require(n.before != Before::gate || n.op == Op::linear, "a gate before it");
+    require(!n.adds || n.op == Op::linear, "a sum");
+    require(n.inputs == INPUTS[op] + (n.before == Before::gate) + n.adds, "the number of inputs");
+    auto vector = [&](int number) { return (int64_t)vectors_[index(number, vectors_.size(), "vector")].size(); };
+    auto rope = [&](int number) { return 2 * (int64_t)ropes_[index(number, ropes_.size(), "rope")].inverse.size(); };
     require(n.width >= 1 && n.width <= WIDEST && n.heads >= 1 && n.heads <= WIDEST, "the width");
     const int64_t whole = (int64_t)n.width * n.heads;
     if (n.op != Op::rms_norm && n.op != Op::rope) require(n.heads == 1, "the number of heads");
@@ -59,21 +66,23 @@ void Program::check(const Node& n) const {
             require(weight(n.weight).k == n.width, "the table");
             break;
         case Op::rms_norm:
-            fits(n.a, whole);
-            require((int)vectors_[index(n.weight, vectors_.size(), "vector")].size() == n.width, "the weight");
+            fits(n.in[0], whole);
+            require(vector(n.norm) == n.width, "the norm");
             break;
         case Op::linear:
         case Op::head: {
             const Weight& w = weight(n.weight);
             require(w.n == n.width, "the weight");
-            fits(n.a, w.k);
-            if (n.bias != -1)
-                require((int)vectors_[index(n.bias, vectors_.size(), "vector")].size() == n.width, "the bias");
+            fits(n.in[0], w.k);
+            if (n.before == Before::gate) fits(n.in[1], w.k);
+            if (n.before == Before::norm) require(vector(n.norm) == w.k, "the norm");
+            if (n.adds) fits(n.in[n.inputs - 1], n.width);
+            if (n.bias != -1) require(vector(n.bias) == n.width, "the bias");
             break;
         }
         case Op::rope:
-            fits(n.a, whole);
-            require(2 * (int)ropes_[index(n.weight, ropes_.size(), "rope")].inverse.size() == n.width, "the rope");
+            fits(n.in[0], whole);
+            require(rope(n.q_rope) == n.width, "the rope");
             break;
         case Op::attend: {
             const Heads& h = n.shape;
@@ -81,15 +90,17 @@ void Program::check(const Node& n) const {
             require(h.kv_heads == kv_heads_ && h.width == width_, "the KV cache");
             require(h.heads >= 1 && h.heads % kv_heads_ == 0 && (int64_t)h.heads * h.width == n.width, "the heads");
             require(h.window >= 0, "the window");
-            fits(n.a, n.width);
-            fits(n.b, (int64_t)h.kv_heads * h.width);
-            fits(n.c, (int64_t)h.kv_heads * h.width);
+            fits(n.in[0], n.width);
+            fits(n.in[1], (int64_t)h.kv_heads * h.width);
+            fits(n.in[2], (int64_t)h.kv_heads * h.width);
+            for (int number : {n.q_rope, n.k_rope})
+                if (number != -1) require(rope(number) == h.width, "the rope");
             break;
         }
         case Op::gate:
         case Op::add:
-            fits(n.a, n.width);
-            fits(n.b, n.width);
+            fits(n.in[0], n.width);
+            fits(n.in[1], n.width);
             break;
     }
 }

@@ -7,12 +7,15 @@
 namespace headway {
 
 constexpr int STRIP = 16;  // output channels that lie interleaved
+constexpr int SPARE_ROWS = 16;
+constexpr int PAIRS_K = 32;  // k of a Kind::pairs weight are a multiple of it
 
 enum class Kind : int32_t {
     q4 = 4,    // unsigned 4-bit codes
     q8 = 8,    // unsigned 8-bit codes
     bf16 = 16,
     f16 = 17,
+    pairs = 18,  // bfloat16 for kernels that multiply it as such, two k at a time
     f32 = 32,
 };
 
@@ -22,6 +25,7 @@ inline bool is_quantized(Kind kind) { return kind == Kind::q4 || kind == Kind::q
 //   q4, q8: per group of k the codes (64-byte lines of 16 channels x 4 k; q4 holds the next 4 k in the high nibbles),
 //           then 16 scales, then 16 minima if there are any, both in half precision times 2^-shift
 //   bf16, f16, f32: per k the 16 channels
+//   pairs: per two k the 16 channels, each with both
 // Channels past n are zero. W[n, k] = scale * (code - zero) + minimum.
 struct Weight {
     Kind kind;
@@ -30,10 +34,14 @@ struct Weight {
     int64_t strip_bytes;  // bytes from one strip to the next
     uint8_t* data;
 
+    int64_t group_bytes() const {  // of a strip, q4 and q8 only
+        return (int64_t)group * STRIP / (kind == Kind::q4 ? 2 : 1) + (has_min ? 4 : 2) * STRIP;
+    }
     int32_t strips() const { return (n + STRIP - 1) / STRIP; }
 };
 
-// Rows of activations, quantized to signed 8 bits per row and group.
+// Rows of activations, quantized to signed 8 bits per row and group. Kernels may read, and ignore, up to SPARE_ROWS rows
+// past the last.
 struct Quantized {
     int8_t* codes;     // [rows, k]
     float* scales;     // [rows, k / group], times the weight's rescale
@@ -69,14 +77,25 @@ struct Partial {
     float largest, total;
 };
 
+// What a product adds to its sums, in this order; null where there is nothing.
+struct Summands {
+    const float* bias;  // [n]
+    const float* rows;  // [rows, n], the rows `stride` apart
+    int64_t stride;
+};
+
 struct Kernels {
     const char* name;
     void (*quantize)(const float* x, const Weight& for_weight, const Quantized& out, int row);
-    // out[row, n] = x . W[n] + bias[n] for the strips [first, last) of all rows
+    // out[row, n] = x . W[n] + summands, for the strips [first, last) of all rows
     void (*linear_quantized)(const Weight&, int first, int last, const Quantized&, int rows, float* out, int64_t stride,
-                             const float* bias);
+                             const Summands&);
     void (*linear_float)(const Weight&, int first, int last, const float* x, int64_t x_stride, int rows, float* out,
-                         int64_t stride, const float* bias);
+                         int64_t stride, const Summands&);
+    // The same for Kind::pairs on rows of bfloat16; null where there is no such kind.
+    void (*linear_pairs)(const Weight&, int first, int last, const uint16_t* x, int rows, float* out, int64_t stride,
+                         const Summands&);
+    void (*to_bf16)(const float* x, uint16_t* out, int count);
     void (*embed)(const Weight&, int row, float scale, float* out);
     void (*rms_norm)(const float* x, const float* weight, float* out, int heads, int width, float eps);
     void (*rotate)(const float* x, const float* cos, const float* sin, float* out, int heads, int width);
@@ -103,9 +122,9 @@ struct Kernels {
 
 extern const Kernels scalar_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels, avx2_vnni_kernels, avx512_kernels;
+extern const Kernels avx2_kernels, avx2_vnni_kernels, avx512_kernels, amx_kernels;
 #elif defined(__aarch64__)
-extern const Kernels neon_kernels;
+extern const Kernels neon_kernels, neon_i8mm_kernels;
 #endif
 
 }  // namespace headway

@@ -82,7 +82,7 @@ int Program::add_quantized(int n, int k, int group, int bits, int zero, const ui
     w.kind = bits == 4 ? Kind::q4 : Kind::q8;
     w.n = n, w.k = k, w.group = group, w.zero = zero, w.has_min = minimum != nullptr;
     const int groups = k / group, line_k = bits == 4 ? 8 : 4;
-    const int64_t group_bytes = (int64_t)group / line_k * 64 + 32 + (minimum ? 32 : 0);
+    const int64_t group_bytes = w.group_bytes();
     w.strip_bytes = group_bytes * groups;
     // A power of two brings the largest scale near the top of half precision's range: none is subnormal in practice.
     float most = 0;
@@ -129,6 +129,7 @@ int Program::add_quantized(int n, int k, int group, int bits, int zero, const ui
 }
 
 int Program::add_dense(int n, int k, Kind kind, const void* values) {
+    if (kind == Kind::bf16 && kernels_.linear_pairs && k % PAIRS_K == 0) kind = Kind::pairs;
     Weight w{};
     w.kind = kind;
     w.n = n, w.k = k, w.rescale = 1;
@@ -141,7 +142,9 @@ int Program::add_dense(int n, int k, Kind kind, const void* values) {
         for (int c = 0; c < std::min(STRIP, n - strip * STRIP); c++) {
             const int64_t row = (int64_t)(strip * STRIP + c) * k;
             for (int i = 0; i < k; i++) {
-                if (kind == Kind::f32)
+                if (kind == Kind::pairs)
+                    ((uint16_t*)p)[(i / 2 * STRIP + c) * 2 + i % 2] = ((const uint16_t*)values)[row + i];
+                else if (kind == Kind::f32)
                     ((float*)p)[i * STRIP + c] = ((const float*)values)[row + i];
                 else
                     ((uint16_t*)p)[i * STRIP + c] = ((const uint16_t*)values)[row + i];
@@ -176,31 +179,79 @@ void Program::reserve(int rows) {
         codes = std::max<int64_t>(codes, w.k);
         if (w.group) groups = std::max<int64_t>(groups, w.k / w.group);
     }
-    codes_.resize((size_t)(codes * rows) + 64);
-    scales_.resize((size_t)(groups * rows));
-    weighted_.resize((size_t)(groups * rows));
-    zeros_.resize((size_t)(groups * rows));
-    gathered_.resize((size_t)(codes * rows));
+    const int64_t all = rows + SPARE_ROWS;
+    codes_.resize((size_t)(codes * all) + 64);
+    if (kernels_.linear_pairs) halves_.resize((size_t)(codes * all) + 64);
+    scales_.resize((size_t)(groups * all));
+    weighted_.resize((size_t)(groups * all));
+    zeros_.resize((size_t)(groups * all));
+    made_.resize((size_t)(codes * std::max(rows, pool_->threads())));
     reserved_ = rows;
 }
 
-void Program::over_rows(int rows, int64_t cost, const std::function<void(int)>& task) {
+void Program::over_rows(int rows, int64_t cost, const std::function<void(int, int)>& task) {
     if (rows == 1 || cost * rows < WORTH) {
-        for (int row = 0; row < rows; row++) task(row);
+        for (int row = 0; row < rows; row++) task(row, 0);
         return;
     }
     const int parts = std::min(rows, 4 * pool_->threads());
-    pool_->run(parts, [&](int part, int) {
-        for (int row = (int)((int64_t)rows * part / parts); row < (int64_t)rows * (part + 1) / parts; row++) task(row);
+    pool_->run(parts, [&](int part, int worker) {
+        for (int row = (int)((int64_t)rows * part / parts); row < (int64_t)rows * (part + 1) / parts; row++)
+            task(row, worker);
     });
 }
 
-void Program::product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
-                      const float* bias) {
+void Program::product(const Node& n, int rows, const int32_t* picked, float* out, int64_t stride) {
+    const Weight& w = weights_[n.weight];
+    const float* x = at(n.in[0]);
+    const int64_t sx = this->stride(n.in[0]);
+    auto row_of = [=](int row) { return x + (picked ? picked[row] : row) * sx; };
+    Rows from{x, sx, {}, 0};
+    if (n.before == Before::norm) {
+        const float* norm = vectors_[n.norm].data();
+        from.cost = w.k;
+        from.make = [=](int row, float* made) {
+            kernels_.rms_norm(row_of(row), norm, made, 1, w.k, n.eps);
+            return made;
+        };
+    } else if (n.before == Before::gate) {
+        const float* up = at(n.in[1]);
+        const int64_t su = this->stride(n.in[1]);
+        from.cost = (int64_t)w.k * 8;
+        from.make = [=](int row, float* made) {
+            kernels_.gate(row_of(row), up + row * su, made, w.k, n.flag);
+            return made;
+        };
+    } else if (picked) {
+        from.make = [=](int row, float*) { return row_of(row); };
+    }
+    const float* bias = n.bias < 0 ? nullptr : vectors_[n.bias].data();
+    const Place& last = n.in[n.inputs - 1];
+    product(w, from, rows, out, stride, {bias, n.adds ? at(last) : nullptr, n.adds ? this->stride(last) : 0});
+}
+
+void Program::product(const Weight& w, const Rows& from, int rows, float* out, int64_t stride, const Summands& more) {
     const bool quantized = is_quantized(w.kind);
     const Quantized q{codes_.data(), scales_.data(), zeros_.data(), weighted_.data()};
+    const float* x = from.x;
+    int64_t x_stride = from.stride;
     if (quantized) {
-        over_rows(rows, w.k, [&](int row) { kernels_.quantize(x + row * x_stride, w, q, row); });
+        over_rows(rows, w.k + from.cost, [&](int row, int worker) {
+            float* made = made_.data() + (int64_t)worker * w.k;
+            kernels_.quantize(from.make ? from.make(row, made) : x + row * x_stride, w, q, row);
+        });
+    } else if (w.kind == Kind::pairs) {
+        over_rows(rows, w.k + from.cost, [&](int row, int worker) {
+            float* made = made_.data() + (int64_t)worker * w.k;
+            kernels_.to_bf16(from.make ? from.make(row, made) : x + row * x_stride, halves_.data() + (int64_t)row * w.k, w.k);
+        });
+    } else if (from.make) {
+        over_rows(rows, w.k + from.cost, [&](int row, int) {
+            float* made = made_.data() + (int64_t)row * w.k;
+            const float* found = from.make(row, made);
+            if (found != made) std::memcpy(made, found, sizeof(float) * (size_t)w.k);
+        });
+        x = made_.data(), x_stride = w.k;
     }
     const int strips = w.strips();
     // Parts of about 64 KB of weights, so that a slow core leaves the others most of the work; few for small products.
@@ -210,9 +261,11 @@ void Program::product(const Weight& w, const float* x, int64_t x_stride, int row
     pool_->run(parts, [&](int part, int) {
         const int first = (int)((int64_t)strips * part / parts), last = (int)((int64_t)strips * (part + 1) / parts);
         if (quantized)
-            kernels_.linear_quantized(w, first, last, q, rows, out, stride, bias);
+            kernels_.linear_quantized(w, first, last, q, rows, out, stride, more);
+        else if (w.kind == Kind::pairs)
+            kernels_.linear_pairs(w, first, last, halves_.data(), rows, out, stride, more);
         else
-            kernels_.linear_float(w, first, last, x, x_stride, rows, out, stride, bias);
+            kernels_.linear_float(w, first, last, x, x_stride, rows, out, stride, more);
     });
 }
 
@@ -221,7 +274,7 @@ void Program::tables_of_ropes(const Batch& batch) {
         const int half = (int)rope.inverse.size();
         rope.cos.resize((size_t)half * batch.rows);
         rope.sin.resize((size_t)half * batch.rows);
-        over_rows(batch.rows, 32 * half, [&](int row) {
+        over_rows(batch.rows, 32 * half, [&](int row, int) {
             for (int i = 0; i < half; i++) {
                 const float angle = (float)batch.positions[row] * rope.inverse[i];
                 rope.cos[(size_t)row * half + i] = std::cos(angle) * rope.factor;
@@ -242,31 +295,26 @@ void Program::run(const Batch& batch, float* logits) {
         const int64_t so = n.op == Op::head ? 0 : stride(n.out);
         switch (n.op) {
             case Op::embed:
-                over_rows(rows, n.width * 4, [&](int row) {
+                over_rows(rows, n.width * 4, [&](int row, int) {
                     kernels_.embed(weights_[n.weight], batch.token_ids[row], n.value, out + row * so);
                 });
                 break;
             case Op::rms_norm: {
-                const float *x = at(n.a), *weight = vectors_[n.weight].data();
-                const int64_t sx = stride(n.a);
-                over_rows(rows, n.width * n.heads, [&](int row) {
-                    kernels_.rms_norm(x + row * sx, weight, out + row * so, n.heads, n.width, n.value);
+                const float *x = at(n.in[0]), *weight = vectors_[n.norm].data();
+                const int64_t sx = stride(n.in[0]);
+                over_rows(rows, n.width * n.heads, [&](int row, int) {
+                    kernels_.rms_norm(x + row * sx, weight, out + row * so, n.heads, n.width, n.eps);
                 });
                 break;
             }
             case Op::linear:
-                product(weights_[n.weight], at(n.a), stride(n.a), rows, out, so,
-                        n.bias < 0 ? nullptr : vectors_[n.bias].data());
+                product(n, rows, nullptr, out, so);
                 break;
             case Op::rope: {
-                const float* x = at(n.a);
-                const int64_t sx = stride(n.a);
-                const RopeTable& rope = ropes_[n.weight];
-                const int64_t half = n.width / 2;
-                over_rows(rows, n.width * n.heads, [&](int row) {
-                    kernels_.rotate(x + row * sx, rope.cos.data() + row * half, rope.sin.data() + row * half,
-                                    out + row * so, n.heads, n.width);
-                });
+                const float* x = at(n.in[0]);
+                const int64_t sx = stride(n.in[0]);
+                over_rows(rows, n.width * n.heads,
+                          [&](int row, int) { rotate(n.q_rope, row, x + row * sx, out + row * so, n.heads, n.width); });
                 break;
             }
             case Op::attend:
@@ -274,9 +322,9 @@ void Program::run(const Batch& batch, float* logits) {
                 break;
             case Op::gate:
             case Op::add: {
-                const float *a = at(n.a), *b = at(n.b);
-                const int64_t sa = stride(n.a), sb = stride(n.b);
-                over_rows(rows, n.op == Op::gate ? n.width * 8 : n.width, [&](int row) {
+                const float *a = at(n.in[0]), *b = at(n.in[1]);
+                const int64_t sa = stride(n.in[0]), sb = stride(n.in[1]);
+                over_rows(rows, n.op == Op::gate ? n.width * 8 : n.width, [&](int row, int) {
                     if (n.op == Op::gate)
                         kernels_.gate(a + row * sa, b + row * sb, out + row * so, n.width, n.flag);
                     else
@@ -296,29 +344,45 @@ void Program::run(const Batch& batch, float* logits) {
     }
 }
 
+void Program::rotate(int rope, int row, const float* x, float* out, int heads, int width) const {
+    const RopeTable& table = ropes_[rope];
+    const int64_t half = width / 2;
+    kernels_.rotate(x, table.cos.data() + row * half, table.sin.data() + row * half, out, heads, width);
+}
+
 void Program::attend(const Node& n, const Batch& batch) {
     const Layer& layer = pool_layers_[n.layer];
-    const float *k = at(n.b), *v = at(n.c);
-    const int64_t sk = stride(n.b), sv = stride(n.c);
-    for (int s = 0; s < batch.sequences; s++) {
-        const int32_t* table = batch.tables + (int64_t)s * batch.table_width;
-        const int first = batch.starts[s], rows = batch.starts[s + 1] - first;
-        over_rows(rows, 2 * n.shape.kv_heads * n.shape.width, [&](int row) {
-            const int position = batch.positions[first + row];
-            kernels_.store_kv(layer, n.shape, table[position / block_tokens_], position % block_tokens_,
-                              k + (first + row) * sk, v + (first + row) * sv);
-        });
-    }
-    const float* q = at(n.a);
-    int64_t sq = stride(n.a);
-    if (layer.bytes) {
-        const int width = n.shape.heads * n.shape.width;
-        spread_.resize((size_t)batch.rows * width);
-        over_rows(batch.rows, 8 * width, [&](int row) {
-            kernels_.spread(q + row * sq, spread_.data() + (int64_t)row * width, n.shape.heads, n.shape.width);
-        });
-        q = spread_.data(), sq = width;
-    }
+    const Heads& h = n.shape;
+    const float *q = at(n.in[0]), *k = at(n.in[1]), *v = at(n.in[2]);
+    int64_t sq = stride(n.in[0]);
+    const int64_t sk = stride(n.in[1]), sv = stride(n.in[2]);
+    const int q_width = h.heads * h.width, k_width = h.kv_heads * h.width;
+    const bool moves = layer.bytes || n.q_rope >= 0;  // the queries change before they are used
+    if (moves) queries_.resize((size_t)(batch.rows + (layer.bytes ? pool_->threads() : 0)) * q_width);
+    keys_.resize((size_t)pool_->threads() * k_width);
+    owners_.resize((size_t)batch.rows);
+    for (int s = 0; s < batch.sequences; s++)
+        std::fill(owners_.begin() + batch.starts[s], owners_.begin() + batch.starts[s + 1], s);
+    over_rows(batch.rows, 4 * k_width + (moves ? 4 * q_width : 0), [&](int row, int worker) {
+        const int32_t* table = batch.tables + (int64_t)owners_[row] * batch.table_width;
+        const int position = batch.positions[row];
+        const float* key = k + row * sk;
+        if (n.k_rope >= 0) {
+            float* turned = keys_.data() + (int64_t)worker * k_width;
+            rotate(n.k_rope, row, key, turned, h.kv_heads, h.width);
+            key = turned;
+        }
+        kernels_.store_kv(layer, h, table[position / block_tokens_], position % block_tokens_, key, v + row * sv);
+        const float* query = q + row * sq;
+        float* moved = queries_.data() + (int64_t)row * q_width;
+        if (n.q_rope >= 0) {
+            float* turned = layer.bytes ? queries_.data() + (int64_t)(batch.rows + worker) * q_width : moved;
+            rotate(n.q_rope, row, query, turned, h.heads, h.width);
+            query = turned;
+        }
+        if (layer.bytes) kernels_.spread(query, moved, h.heads, h.width);
+    });
+    if (moves) q = queries_.data(), sq = q_width;
     std::vector<int> decodes;
     for (int s = 0; s < batch.sequences; s++) {
         if (batch.starts[s + 1] - batch.starts[s] == 1)
@@ -365,7 +429,7 @@ void Program::attend_decodes(const Node& n, const Batch& batch, const std::vecto
         pool_->run(tasks, one);
     else
         for (int task = 0; task < tasks; task++) one(task, 0);
-    over_rows(count, (int64_t)h.heads * h.width * 4, [&](int i) {
+    over_rows(count, (int64_t)h.heads * h.width * 4, [&](int i, int) {
         const int row = batch.starts[sequences[i]];
         for (int head = 0; head < h.heads; head++) {
             Partial total{0, 0};
@@ -416,21 +480,16 @@ void Program::attend_chunk(const Node& n, const Batch& batch, int s, const float
 
 void Program::head(const Node& n, const Batch& batch, float* logits) {
     if (batch.logits == 0) return;
-    const Weight& w = weights_[n.weight];
-    const float* x = at(n.a);
-    const int64_t sx = stride(n.a);
-    for (int i = 0; i < batch.logits; i++)
-        std::memcpy(gathered_.data() + (int64_t)i * w.k, x + batch.logit_rows[i] * sx, sizeof(float) * w.k);
-    product(w, gathered_.data(), w.k, batch.logits, logits, w.n, nullptr);
+    product(n, batch.logits, batch.logit_rows, logits, n.width);
     if (n.value > 0)
-        over_rows(batch.logits, (int64_t)w.n * 8,
-                  [&](int i) { kernels_.softcap(logits + (int64_t)i * w.n, w.n, n.value); });
+        over_rows(batch.logits, (int64_t)n.width * 8,
+                  [&](int i, int) { kernels_.softcap(logits + (int64_t)i * n.width, n.width, n.value); });
 }
 
 void Program::linear(int weight, const float* x, int rows, float* out) {
     const Weight& w = this->weight(weight);
     reserve(rows);
-    product(w, x, w.k, rows, out, w.n, nullptr);
+    product(w, {x, w.k, {}, 0}, rows, out, w.n, {nullptr, nullptr, 0});
 }
 
 void Program::embed_rows(int weight, const int32_t* ids, int rows, float* out) {

@@ -24,16 +24,26 @@ struct Place {
 
 enum class Op : int32_t { embed, rms_norm, linear, rope, attend, gate, add, head };
 
+// What a product does to a row first, so that no other pass over memory is needed.
+enum class Before : int32_t { nothing, norm, gate };
+
+constexpr int MOST_INPUTS = 3;
+
 struct Node {
     Op op;
-    Place a, b, c, out;
+    Place in[MOST_INPUTS];  // linear: its input, or two for a gate before it, then what it adds
+    Place out;
+    int32_t inputs;  // how many of them are read
     int32_t width;   // of the output (per head for rms_norm and rope)
     int32_t heads;   // rms_norm, rope: heads a row
-    int32_t weight;  // index into weights, norms or ropes; -1: none
-    int32_t bias;    // index into vectors; -1: none
-    int32_t layer, flag;
-    int32_t inputs;  // how many of a, b and c are read
-    float value;  // embed: scale; rms_norm: eps; head: softcap
+    int32_t weight;  // index into weights; -1: none, as for all that follow
+    int32_t bias, norm;      // indices into vectors
+    int32_t q_rope, k_rope;  // indices into ropes; rope has the first only
+    Before before;           // linear, head (no gate)
+    bool adds;               // linear: the last input is added to the result
+    int32_t layer, flag;     // flag: a gate by GELU, not SiLU
+    float value;             // embed: scale; head: softcap
+    float eps;               // of a norm
     Heads shape;
 };
 
@@ -84,15 +94,26 @@ class Program {
     const Kernels& kernels() const { return kernels_; }
 
   private:
+    // The rows of an input of a product: as they lie, or made by `make` into the buffer that it is given.
+    struct Rows {
+        const float* x;
+        int64_t stride;
+        std::function<const float*(int row, float* made)> make;
+        int64_t cost;
+    };
+
     void check(const Node& node) const;
     void check(const Batch& batch) const;
     int index(int number, size_t count, const char* what) const;
     float* at(const Place& place) { return buffers_[place.buffer].data() + place.column; }
     int64_t stride(const Place& place) const { return widths_[place.buffer]; }
     void reserve(int rows);
-    void over_rows(int rows, int64_t cost, const std::function<void(int)>& task);
-    void product(const Weight& w, const float* x, int64_t x_stride, int rows, float* out, int64_t stride,
-                 const float* bias);
+    // task(row, worker)
+    void over_rows(int rows, int64_t cost, const std::function<void(int, int)>& task);
+    // Row i of the product's input is what `before` makes of row picked[i], or i, of the node's.
+    void product(const Node& node, int rows, const int32_t* picked, float* out, int64_t stride);
+    void product(const Weight& w, const Rows& x, int rows, float* out, int64_t stride, const Summands& more);
+    void rotate(int rope, int row, const float* x, float* out, int heads, int width) const;
     void attend(const Node& node, const Batch& batch);
     void attend_decodes(const Node& node, const Batch& batch, const std::vector<int>& sequences, const float* q, int64_t sq);
     void attend_chunk(const Node& node, const Batch& batch, int sequence, const float* q, int64_t sq);
@@ -122,8 +143,9 @@ class Program {
     std::vector<std::vector<float>> buffers_;
     std::vector<Node> nodes_;
     std::vector<int8_t> codes_;
-    std::vector<float> scales_, weighted_, gathered_, spread_, part_values_;
-    std::vector<int32_t> zeros_;
+    std::vector<uint16_t> halves_;
+    std::vector<float> scales_, weighted_, made_, queries_, keys_, part_values_;
+    std::vector<int32_t> zeros_, owners_;
     std::vector<Partial> parts_;
     int reserved_ = 0;
     int64_t weight_bytes_ = 0;
@@ -134,5 +156,7 @@ class Program {
 
 const Kernels* find_kernels(const char* name);  // "" picks the best; nullptr: not here
 std::vector<const char*> available_kernels();
+// Whether products of both are the same bits, and one's own for few and for many rows.
+bool agree(const Kernels& one, const Kernels& other);
 
 }  // namespace headway

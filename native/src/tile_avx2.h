@@ -56,7 +56,7 @@ HW_FN void half_dots(const uint8_t* p, const int8_t* a, int64_t k, int group, __
 
 template <int M, bool FOUR, bool MIN>
 HW_FN void tile(const Weight& w, const uint8_t* p, const Quantized& x, int row, float* out, int64_t stride,
-                const float* bias, int channels) {
+                const Summands& more, int channels) {
     const int k = w.k, group = w.group, groups = k / group;
     const int8_t* a = x.codes + (int64_t)row * k;
     const float *scales = x.scales + (int64_t)row * groups, *weighted = x.weighted + (int64_t)row * groups;
@@ -82,12 +82,5 @@ HW_FN void tile(const Weight& w, const uint8_t* p, const Quantized& x, int row, 
         }
         p = fine + (MIN ? 64 : 32);
     }
-    for (int m = 0; m < M; m++) {
-        vf all{acc[m][0], acc[m][1]};
-        if (bias) all = all + load_some(bias, channels);
-        if (channels == STRIP)
-            store(out + m * stride, all);
-        else
-            store_some(out + m * stride, all, channels);
-    }
+    for (int m = 0; m < M; m++) put(vf{acc[m][0], acc[m][1]}, out + m * stride, more, m, channels);
 }

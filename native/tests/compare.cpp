@@ -11,6 +11,12 @@
 
 using namespace headway;
 
+#if defined(HW_AMX_EMULATED)
+namespace headway {
+extern const Kernels amx_emulated_kernels;
+}
+#endif
+
 namespace {
 
 std::mt19937 rng(7);
@@ -44,7 +50,7 @@ void linears(const Kernels& kernels) {
         std::vector<uint8_t> codes((size_t)n * k);
         for (uint8_t& code : codes) code = (uint8_t)(rng() % (1u << form.bits));
         std::vector<float> scale = normal((size_t)n * k / form.group), minimum = normal(scale.size());
-        for (int rows = 1; rows <= 40; rows += rows < 9 ? 1 : 7) {
+        for (int rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 23, 30, 37, 64, 70, 75}) {
             const std::vector<float> x = normal((size_t)rows * k);
             std::vector<float> found((size_t)rows * n), wanted(found.size()), row((size_t)k), other(row.size());
             Program ours(kernels, 1, 1, 1, 16, 1, 16, 16), theirs(scalar_kernels, 1, 1, 1, 16, 1, 16, 16);
@@ -67,7 +73,8 @@ void linears(const Kernels& kernels) {
         std::memcpy(&bits, &w[i], 4);
         upper[i] = (uint16_t)(bits >> 16);
     }
-    for (Kind kind : {Kind::f32, Kind::bf16, Kind::f16})
+    for (Kind kind : {Kind::f32, Kind::bf16, Kind::f16}) {
+        if (kind == Kind::bf16 && kernels.linear_pairs) continue;
         for (int rows = 1; rows <= 20; rows++) {
             const std::vector<float> x = normal((size_t)rows * k);
             std::vector<float> found((size_t)rows * n), wanted(found.size());
@@ -82,6 +89,38 @@ void linears(const Kernels& kernels) {
             theirs.linear(0, x.data(), rows, wanted.data());
             same(std::string(kernels.name) + " dense " + std::to_string((int)kind), found, wanted);
         }
+    }
+}
+
+// Weights of bfloat16 that are multiplied as such: near the scalar result, and the same bits for a row in any company.
+void pairs(const Kernels& kernels) {
+    if (!kernels.linear_pairs) return;
+    const int n = 37, k = 192, most = 90;
+    const std::vector<float> w = normal((size_t)n * k), x = normal((size_t)most * k);
+    std::vector<uint16_t> halves(w.size());
+    for (size_t i = 0; i < w.size(); i++) kernels.to_bf16(&w[i], &halves[i], 1);
+    Program ours(kernels, 1, 1, 1, 16, 1, 16, 16), theirs(scalar_kernels, 1, 1, 1, 16, 1, 16, 16);
+    ours.add_dense(n, k, Kind::bf16, halves.data());
+    theirs.add_dense(n, k, Kind::bf16, halves.data());
+    std::vector<float> alone((size_t)most * n), wanted(alone.size()), row((size_t)k), other(row.size());
+    for (int i = 0; i < most; i++) ours.linear(0, &x[(size_t)i * k], 1, &alone[(size_t)i * n]);
+    theirs.linear(0, x.data(), most, wanted.data());
+    for (int rows : {2, 3, 5, 8, 9, 16, 17, 24, 25, 31, 32, 33, 64, 71, 73, most}) {
+        std::vector<float> found((size_t)rows * n);
+        ours.linear(0, x.data(), rows, found.data());
+        same(std::string(kernels.name) + " pairs rows " + std::to_string(rows), found,
+             std::vector<float>(alone.begin(), alone.begin() + (long)found.size()));
+    }
+    double error = 0, size = 0;
+    for (size_t i = 0; i < alone.size(); i++) {
+        error += std::pow(alone[i] - wanted[i], 2);
+        size += std::pow(wanted[i], 2);
+    }
+    if (!(error < 1e-5 * size)) std::printf("%s pairs are far from the scalar result\n", kernels.name), failures++;
+    const int32_t id = 20;
+    ours.embed_rows(0, &id, 1, row.data());
+    theirs.embed_rows(0, &id, 1, other.data());
+    same(std::string(kernels.name) + " embed pairs", row, other);
 }
 
 void rows(const Kernels& kernels) {
@@ -139,10 +178,15 @@ void attention(const Kernels& kernels) {
 }  // namespace
 
 int main() {
-    for (const char* name : available_kernels()) {
-        const Kernels& kernels = *find_kernels(name);
-        linears(kernels), rows(kernels), attention(kernels);
-        std::printf("%s: %s\n", name, failures ? "differs" : "the scalar kernels' bits");
+    std::vector<const Kernels*> all;
+    for (const char* name : available_kernels()) all.push_back(find_kernels(name));
+#if defined(HW_AMX_EMULATED)
+    all.push_back(&amx_emulated_kernels);
+    if (!agree(amx_emulated_kernels, scalar_kernels)) std::printf("the check of AMX fails\n"), failures++;
+#endif
+    for (const Kernels* kernels : all) {
+        linears(*kernels), pairs(*kernels), rows(*kernels), attention(*kernels);
+        std::printf("%s: %s\n", kernels->name, failures ? "differs" : "the scalar kernels' bits");
     }
     return failures != 0;
 }

@@ -22,7 +22,7 @@ if not has_native():
 
 import headway.kernels.cpu._native as native
 
-Op = native.Op
+Op, Before = native.Op, native.Before
 F32, U8, I32 = np.float32, np.uint8, np.int32
 WIDTH, WORDS, BLOCKS, BLOCK_TOKENS = 32, 50, 6, 16
 
@@ -48,11 +48,11 @@ def filled(threads: int = 2) -> native.Program:
     rope = program.add_rope(np.ones(WIDTH // 2, F32), 1.0)
     program.set_buffers([WIDTH, WIDTH])
     program.add_node(Op.embed, [], (0, 0), WIDTH, weight=weight, value=1.0)
-    program.add_node(Op.rms_norm, [(0, 0)], (1, 0), WIDTH, weight=norm, value=1e-5)
+    program.add_node(Op.rms_norm, [(0, 0)], (1, 0), WIDTH, norm=norm, eps=1e-5)
     program.add_node(Op.attend, [(1, 0)] * 3, (0, 0), WIDTH, shape=[1, 1, WIDTH, 0], scale=0.2)
     program.add_node(Op.add, [(0, 0), (1, 0)], (0, 0), WIDTH)
     program.add_node(Op.gate, [(0, 0), (1, 0)], (1, 0), WIDTH)
-    program.add_node(Op.rope, [(1, 0)], (0, 0), WIDTH, weight=rope)
+    program.add_node(Op.rope, [(1, 0)], (0, 0), WIDTH, ropes=(rope, -1))
     program.add_node(Op.head, [(0, 0)], (0, 0), WORDS, weight=weight)
     return program
 
@@ -132,7 +132,7 @@ BAD_NODES: dict[str, tuple[Op, list[tuple[int, int]], tuple[int, int], int, dict
     "unknown weight": (Op.embed, [], (0, 0), WIDTH, {"weight": 7}),
     "no weight": (Op.embed, [], (0, 0), WIDTH, {}),
     "a table of another width": (Op.embed, [], (0, 0), 16, {"weight": 0}),
-    "unknown buffer": (Op.embed, [], (2, 0), WIDTH, {"weight": 0}),
+    "unknown buffer": (Op.embed, [], (3, 0), WIDTH, {"weight": 0}),
     "buffer below zero": (Op.embed, [], (-1, 0), WIDTH, {"weight": 0}),
     "column beyond the buffer": (Op.embed, [], (0, 8), WIDTH, {"weight": 0}),
     "column below zero": (Op.embed, [], (0, -1), WIDTH, {"weight": 0}),
@@ -142,14 +142,30 @@ BAD_NODES: dict[str, tuple[Op, list[tuple[int, int]], tuple[int, int], int, dict
     "width of zero": (Op.add, [(0, 0)] * 2, (0, 0), 0, {}),
     "width below zero": (Op.add, [(0, 0)] * 2, (0, 0), -16, {}),
     "heads where there are none": (Op.add, [(0, 0)] * 2, (0, 0), 16, {"heads": 2}),
-    "a norm of another width": (Op.rms_norm, [(0, 0)], (1, 0), 16, {"weight": 0}),
-    "an unknown norm": (Op.rms_norm, [(0, 0)], (1, 0), WIDTH, {"weight": 1}),
-    "too many heads": (Op.rms_norm, [(0, 0)], (1, 0), WIDTH, {"weight": 0, "heads": 1 << 30}),
+    "a norm of another width": (Op.rms_norm, [(0, 0)], (1, 0), 16, {"norm": 0}),
+    "an unknown norm": (Op.rms_norm, [(0, 0)], (1, 0), WIDTH, {"norm": 2}),
+    "too many heads": (Op.rms_norm, [(0, 0)], (1, 0), WIDTH, {"norm": 0, "heads": 1 << 30}),
+    "a norm before a sum": (Op.add, [(0, 0)] * 2, (0, 0), WIDTH, {"before": Before.norm, "norm": 0}),
+    "no norm before a product": (Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "before": Before.norm}),
+    "a wrong norm before a product": (
+        Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "before": Before.norm, "norm": 1},
+    ),
+    "a gate of one": (Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "before": Before.gate}),
+    "a gate before the head": (Op.head, [(0, 0)] * 2, (2, 0), WORDS, {"weight": 0, "before": Before.gate}),
+    "a sum without its summand": (Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "adds": True}),
+    "a narrow summand": (Op.linear, [(0, 0)] * 2, (2, 0), WORDS, {"weight": 0, "adds": True}),
+    "a head that adds": (Op.head, [(0, 0), (2, 0)], (2, 0), WORDS, {"weight": 0, "adds": True}),
     "a product of another width": (Op.linear, [(0, 0)], (1, 0), WIDTH, {"weight": 0}),
     "a bias of another width": (Op.head, [(0, 0)], (0, 0), WORDS, {"weight": 0, "bias": 0}),
     "an unknown bias": (Op.head, [(0, 0)], (0, 0), WORDS, {"weight": 0, "bias": 9}),
-    "a rope of another width": (Op.rope, [(0, 0)], (1, 0), 16, {"weight": 0}),
-    "an unknown rope": (Op.rope, [(0, 0)], (1, 0), WIDTH, {"weight": 3}),
+    "a rope of another width": (Op.rope, [(0, 0)], (1, 0), 16, {"ropes": (0, -1)}),
+    "an unknown rope": (Op.rope, [(0, 0)], (1, 0), WIDTH, {"ropes": (3, -1)}),
+    "an unknown rope of keys": (
+        Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [1, 1, WIDTH, 0], "ropes": (0, 2)},
+    ),
+    "a rope of queries of another width": (
+        Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [1, 1, WIDTH, 0], "ropes": (1, -1)},
+    ),
     "an unknown layer": (Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [1, 1, WIDTH, 0], "layer": 1}),
     "other KV heads than the cache": (Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [2, 2, 16, 0]}),
     "no heads": (Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [0, 1, WIDTH, 0]}),
@@ -164,8 +180,10 @@ def test_a_wrong_op_is_refused_when_it_is_added(bad: Any) -> None:
     program = start()
     program.add_f32(table())
     program.add_vector(np.ones(WIDTH, F32))
+    program.add_vector(np.ones(16, F32))
     program.add_rope(np.ones(WIDTH // 2, F32), 1.0)
-    program.set_buffers([WIDTH, WIDTH])
+    program.add_rope(np.ones(WIDTH, F32), 1.0)
+    program.set_buffers([WIDTH, WIDTH, WORDS])
     op, inputs, out, width, more = bad
     with pytest.raises((ValueError, TypeError)):
         program.add_node(op, inputs, out, width, **more)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from headway.kernels.arrange import group_calls, place_values
+from headway.kernels.arrange import Group, fuse, group_calls, place_values
 from headway.kernels.ops import KVLayout, Ops, Rope, Value
 from headway.kernels.plan import Recorder, record, weight_shapes
 
@@ -92,3 +92,67 @@ def test_adjacent_linears_over_one_value_are_joined_and_no_buffer_is_read_after_
                 assert value.index in holds[at.buffer]
                 assert at.buffer != into
         holds[into] = {call.output.index for call in group.calls}
+
+
+def layer(ops: Ops) -> Value:
+    """A transformer's layer: what fusing is for."""
+    rope = Rope((1.0, 0.5))
+    x = ops.embed("table", width=8)
+    h = ops.rms_norm(x, "norm", eps=1e-5)
+    q, k, v = (ops.linear(h, name, width=8) for name in "qkv")
+    q = ops.rms_norm(q, "q_norm", eps=1e-5, head_width=4)
+    q, k = ops.rope(q, rope, head_width=4), ops.rope(k, rope, head_width=4)
+    a = ops.attend(q, k, v, layer=0, heads=2, kv_heads=2, head_width=4, scale=1.0)
+    x = ops.add(x, ops.linear(a, "o", width=8))
+    h = ops.rms_norm(x, "norm", eps=1e-5)
+    gate, up = ops.linear(h, "gate", width=16), ops.linear(h, "up", width=16)
+    x = ops.add(ops.linear(ops.gate(gate, up, activation="silu"), "down", width=8), x)
+    return ops.head(ops.rms_norm(x, "norm", eps=1e-5), "table", width=50)
+
+
+def shape_of(group: Group) -> str:
+    before = "".join(f"{call.op}>" for call in group.before)
+    return before + "+".join(call.op for call in group.calls) + (">add" if group.after else "")
+
+
+def test_norms_gates_ropes_and_sums_fuse_with_the_op_that_alone_uses_them() -> None:
+    assert [shape_of(group) for group in fuse(group_calls(record(layer)))] == [
+        "embed",
+        "rms_norm>linear+linear+linear",
+        "rms_norm",
+        "rope>rope>attend",
+        "linear>add",
+        "rms_norm>linear+linear",
+        "gate>linear>add",
+        "rms_norm>head",
+    ]
+
+
+def test_what_two_ops_use_is_not_fused_with_either() -> None:
+    def twice(ops: Ops) -> Value:
+        x = ops.embed("table", width=8)
+        h = ops.rms_norm(x, "norm", eps=1e-5)
+        a = ops.attend(h, h, h, layer=0, heads=2, kv_heads=2, head_width=4, scale=1.0)
+        y = ops.linear(a, "w", width=8)
+        x = ops.add(ops.add(x, y), ops.add(y, ops.linear(h, "w", width=8)))
+        return ops.head(ops.add(x, x), "table", width=50)
+
+    groups = fuse(group_calls(record(twice)))
+    assert [shape_of(group) for group in groups] == [
+        "embed", "rms_norm", "attend", "linear", "add", "linear>add", "add", "add", "head",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [small, layer])
+def test_a_fused_group_never_writes_over_what_it_or_a_later_one_reads(model: Callable[[Ops], Value]) -> None:
+    groups = fuse(group_calls(record(model)))
+    places, widths = place_values(groups)
+    holds: dict[int, set[int]] = {}
+    for group in groups:
+        for value in group.inputs:
+            assert value.index in holds[places[value.index].buffer]
+        own = places[group.output]
+        assert own.buffer not in {places[value.index].buffer for value in group.inputs}
+        made = {call.output.index for call in group.calls} | {group.output}
+        holds[own.buffer] = made if group.after is None else {group.after.output.index}
+        assert own.width <= widths[own.buffer]

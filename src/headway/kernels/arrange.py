@@ -1,15 +1,15 @@
-"""Arranges a Plan for replay: products that read the same Value join, Values share buffers, weights are loaded."""
+"""Arranges a Plan for replay: Calls join and fuse, Values share buffers, weights are loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from headway.errors import CheckpointError
-from headway.kernels.ops import Call, Plan
+from headway.kernels.ops import Call, Plan, Value
 from headway.kernels.plan import weight_shapes
 from headway.kernels.tensor import Float32, Tensor
 
@@ -21,10 +21,24 @@ class Group:
     calls: tuple[Call, ...]
     output: int
     """Index of the Value that holds all outputs side by side: the Call's own, or one past the Plan's."""
+    before: tuple[Call, ...] = ()
+    """Fused: what makes the first inputs, and for nobody else (a norm, a gate, the ropes of q and k)."""
+    after: Call | None = None
+    """Fused: the sum that alone reads the output; ``output`` is then that of the sum."""
 
     def weight(self, which: int) -> str:
         """Return the name under which the joined weights (0) or biases (1) are loaded; "" when there is none."""
         return "+".join(name for call in self.calls for name in call.weights[which : which + 1])
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """Return the Values that it reads: those of what is fused before it in place of what that makes, then the
+        other summand."""
+        made = {call.output: call.inputs for call in self.before}
+        read = tuple(deeper for value in self.calls[0].inputs for deeper in made.get(value, (value,)))
+        if self.after is None:
+            return read
+        return (*read, *(value for value in self.after.inputs if value != self.calls[0].output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +75,60 @@ def group_calls(plan: Plan) -> list[Group]:
     return groups
 
 
+def fuse(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with rows prepared where they are used: norms and gates in the product that alone reads them,
+    ropes in attention, and a sum in the product that makes its last summand."""
+    whole = {call.output.index: group.output for group in groups for call in group.calls}
+    made = {group.output: place for place, group in enumerate(groups)}
+    readers: dict[int, set[int]] = {}
+    for place, group in enumerate(groups):
+        for call in group.calls:
+            for value in call.inputs:
+                readers.setdefault(whole[value.index], set()).add(place)
+    fused: dict[int, Group] = dict(enumerate(groups))
+
+    def maker(value: Value) -> int:
+        return made[whole[value.index]]
+
+    def alone(value: Value) -> bool:
+        return len(readers[whole[value.index]]) == 1
+
+    for place, group in enumerate(groups):
+        call = group.calls[0]
+        if len(set(call.inputs)) < len(call.inputs):
+            continue
+        before = [groups[maker(value)].calls[0] for value in call.inputs if alone(value)]
+        match call.op:
+            case "linear" | "head":
+                taken = [one for one in before if one.op == "gate" and call.op == "linear" or _norm_of_row(one)]
+            case "attend":
+                taken = [one for one in before if one.op == "rope"]
+            case "add":
+                # The later of the two products: the other summand is there by then.
+                last = max(call.inputs, key=maker)
+                product = fused.get(maker(last))
+                whole_product = product is not None and len(product.calls) == 1 and product.calls[0].op == "linear"
+                if product is not None and whole_product and alone(last):
+                    fused[maker(last)] = replace(product, after=call, output=group.output)
+                    del fused[place]
+                continue
+            case _:
+                continue
+        for one in taken:
+            del fused[maker(one.output)]
+        fused[place] = replace(group, before=tuple(taken))
+    return [fused[place] for place in sorted(fused)]
+
+
+def _norm_of_row(call: Call) -> bool:
+    return call.op == "rms_norm" and call.constants["head_width"] == call.output.width
+
+
 def place_values(groups: Sequence[Group]) -> tuple[dict[int, Place], list[int]]:
     """Return each Value's Place and the buffers' widths; a buffer is free again after its Value's last reader."""
     whole = {call.output.index: group.output for group in groups for call in group.calls}
-    last_use = {
-        whole[value.index]: i for i, group in enumerate(groups) for call in group.calls for value in call.inputs
-    }
+    whole |= {group.after.output.index: group.output for group in groups if group.after is not None}
+    last_use = {whole[value.index]: i for i, group in enumerate(groups) for value in group.inputs}
     places: dict[int, Place] = {}
     widths: list[int] = []
     free: list[int] = []
@@ -83,7 +145,9 @@ def place_values(groups: Sequence[Group]) -> tuple[dict[int, Place], list[int]]:
         for call in group.calls:
             places[call.output.index] = Place(buffer, column, call.output.width)
             column += call.output.width
-        read = {whole[value.index] for call in group.calls for value in call.inputs}
+        if group.after is not None:
+            places[group.calls[0].output.index] = places[group.output]
+        read = {whole[value.index] for value in group.inputs}
         # Freed after the output has its place: no Op writes over what it reads.
         free += [places[value].buffer for value in read if last_use[value] == i]
     return places, widths

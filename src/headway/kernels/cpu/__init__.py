@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import headway.kernels.cpu._native as _native
 from headway.errors import ConfigError
-from headway.kernels.arrange import checked_tensors, group_calls, place_values
+from headway.kernels.arrange import Group, checked_tensors, fuse, group_calls, place_values
 from headway.kernels.cpu.weights import Weights, packed_bytes
 from headway.kernels.ops import Batch, Call, KVLayout, Limits, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
@@ -91,7 +91,7 @@ class _Program:
         )
         self._weights = Weights(self.native, checked_tensors(plan, weight))
         self._ropes: dict[Rope, int] = {}
-        groups = group_calls(plan)
+        groups = fuse(group_calls(plan))
         places, widths = place_values(groups)
         self._places = {index: (place.buffer, place.column) for index, place in places.items()}
         self.native.set_buffers(widths)
@@ -101,9 +101,9 @@ class _Program:
         )
         for group in groups:
             if group.calls[0].op == "linear":
-                self._linears(group.calls, self._places[group.output])
+                self._linears(group)
             else:
-                self._node(group.calls[0])
+                self._node(group)
         self._logits = np.empty((0, plan.vocabulary), np.float32)
 
     def run(self, batch: Batch) -> Float32:
@@ -128,28 +128,46 @@ class _Program:
         """Return the library's times of the Ops that ran."""
         return {op: (seconds, calls) for op, (seconds, calls) in self.native.profile().items() if calls}
 
-    def _linears(self, calls: tuple[Call, ...], whole: tuple[int, int]) -> None:
+    def _linears(self, group: Group) -> None:
         """One product where the weights could be joined, else one each, into the same buffer."""
-        joined = self._weights.joined(tuple(call.weights[0] for call in calls))
+        joined = self._weights.joined(tuple(call.weights[0] for call in group.calls))
         parts = (
-            [(calls, whole, joined)]
+            [(group.calls, self._places[group.output], joined)]
             if joined is not None
-            else [((call,), self._places[call.output.index], self._weights.alone(call.weights[0])) for call in calls]
+            else [
+                ((call,), self._places[call.output.index], self._weights.alone(call.weights[0]))
+                for call in group.calls
+            ]
         )
         for some, place, weight in parts:
             biases = [call.weights[1] for call in some if len(call.weights) > 1]
             self.native.add_node(
                 _native.Op.linear,
-                [self._places[some[0].inputs[0].index]],
+                [self._places[value.index] for value in group.inputs],
                 place,
                 sum(call.output.width for call in some),
                 weight=weight,
                 bias=self._weights.vector(biases) if biases else -1,
+                adds=group.after is not None,
+                **self._before(group),
             )
 
-    def _node(self, call: Call) -> None:
+    def _before(self, group: Group) -> dict[str, Any]:
+        """What a product does to its rows first."""
+        if not group.before:
+            return {}
+        call = group.before[0]
+        if call.op == "gate":
+            return {"before": _native.Before.gate, "flag": _activation(call)}
+        return {"before": _native.Before.norm, "norm": self._norm(call), "eps": call.constants["eps"]}
+
+    def _norm(self, call: Call) -> int:
         constants: dict[str, Any] = call.constants
-        inputs = [self._places[value.index] for value in call.inputs]
+        return self._weights.vector([call.weights[0]], offset=constants["weight_offset"])
+
+    def _node(self, group: Group) -> None:
+        call = group.calls[0]
+        constants: dict[str, Any] = call.constants
         width = call.output.width
         more: dict[str, Any] = {}
         match call.op:
@@ -158,21 +176,25 @@ class _Program:
             case "rms_norm":
                 heads = width // constants["head_width"]
                 width = constants["head_width"]
-                vector = self._weights.vector([call.weights[0]], offset=constants["weight_offset"])
-                more = {"weight": vector, "heads": heads, "value": constants["eps"]}
+                more = {"norm": self._norm(call), "heads": heads, "eps": constants["eps"]}
             case "rope":
                 heads = width // constants["head_width"]
                 width = constants["head_width"]
-                more = {"weight": self._rope(constants["rope"]), "heads": heads}
+                more = {"ropes": (self._rope(constants["rope"]), -1), "heads": heads}
             case "attend":
                 shape = [constants["heads"], constants["kv_heads"], constants["head_width"], constants["window"] or 0]
                 more = {"layer": constants["layer"], "shape": shape, "scale": constants["scale"]}
                 more["cap"] = constants["softcap"] or 0.0
+                ropes: dict[Any, Any] = {rope.output: rope.constants["rope"] for rope in group.before}
+                q, k = (ropes.get(value) for value in call.inputs[:2])
+                more["ropes"] = tuple(-1 if rope is None else self._rope(rope) for rope in (q, k))
             case "gate":
-                more = {"flag": int(constants["activation"] == "gelu_tanh")}
+                more = {"flag": _activation(call)}
             case "head":
                 more = {"weight": self._weights.alone(call.weights[0]), "value": constants["softcap"] or 0.0}
-        place = self._places.get(call.output.index, (0, 0))
+                more |= self._before(group)
+        inputs = [self._places[value.index] for value in group.inputs]
+        place = self._places.get(group.output, (0, 0))
         self.native.add_node(_native.Op[call.op], inputs, place, width, **more)
 
     def _rope(self, rope: Rope) -> int:
@@ -180,3 +202,7 @@ class _Program:
             frequencies: NDArray[np.float32] = np.array(rope.inv_freq, np.float32)
             self._ropes[rope] = self.native.add_rope(frequencies, rope.factor)
         return self._ropes[rope]
+
+
+def _activation(call: Call) -> int:
+    return int(call.constants["activation"] == "gelu_tanh")

@@ -13,6 +13,11 @@ class Op(Enum):
     add = ...
     head = ...
 
+class Before(Enum):
+    nothing = ...
+    norm = ...
+    gate = ...
+
 def available() -> list[str]: ...
 
 class Program:
@@ -51,9 +56,14 @@ class Program:
         heads: int = 1,
         weight: int = -1,
         bias: int = -1,
+        norm: int = -1,
+        ropes: tuple[int, int] = ...,
+        before: Before = ...,
+        adds: bool = False,
         layer: int = 0,
         flag: int = 0,
         value: float = 0.0,
+        eps: float = 0.0,
         shape: list[int] = ...,
         scale: float = 1.0,
         cap: float = 0.0,
