@@ -24,7 +24,7 @@ bool products_agree(const Kernels& one, const Kernels& other, Kind kind, int gro
     for (uint8_t& byte : data) byte = (uint8_t)noise.next();
     const int64_t codes = (int64_t)group * STRIP / (kind == Kind::q4 ? 2 : 1);
     for (int64_t at = codes; at < (int64_t)data.size(); at += w.group_bytes())
-        for (int64_t i = 0; i < w.group_bytes() - codes; i += 2) data[at + i + 1] = data[at + i + 1] & 0x83 | 0x30;  // near 1/4
+        for (int64_t i = 0; i < w.group_bytes() - codes; i += 2) data[at + i + 1] = (uint8_t)((data[at + i + 1] & 0x83) | 0x30);  // near 1/4
     w.data = data.data();
     std::vector<float> x((size_t)ROWS * K), out[2];
     for (float& value : x) value = noise.signed_unit();

@@ -154,6 +154,26 @@ void run(Program& p, In<int32_t, 1> token_ids, In<int32_t, 1> positions, In<int3
     p.run(batch, logits.data());
 }
 
+void draw(Program& p, In<float, 2> logits, In<int32_t, 1> rows, In<float, 1> temperature, In<int32_t, 1> top_k,
+          In<float, 1> top_p, In<float, 1> min_p, In<double, 1> u, Out<int32_t, 1> tokens) {
+    const size_t count = rows.size();
+    require(temperature.size() == count && top_k.size() == count && top_p.size() == count && min_p.size() == count &&
+                u.size() == count && tokens.size() == count,
+            "as many of each setting as rows");
+    require(logits.shape(1) >= 1 && logits.shape(1) <= MOST_ROWS && count <= MOST_ROWS, "draws of impossible size");
+    std::vector<headway::Draw> draws(count);
+    for (size_t i = 0; i < count; i++) {
+        require(rows.data()[i] >= 0 && (size_t)rows.data()[i] < logits.shape(0), "no such row of logits");
+        require(top_p.data()[i] >= 0 && min_p.data()[i] <= 1 && u.data()[i] >= 0 && u.data()[i] < 1 &&
+                    temperature.data()[i] >= 0,
+                "a draw that cannot be");
+        draws[i] = {rows.data()[i],  temperature.data()[i], top_k.data()[i],
+                    top_p.data()[i], min_p.data()[i],       u.data()[i]};
+    }
+    Alone alone(p);
+    p.draw(logits.data(), (int)logits.shape(1), draws, tokens.data());
+}
+
 void linear(Program& p, int weight, In<float, 2> x, Out<float, 2> out) {
     require(x.shape(0) >= 1 && x.shape(0) <= MOST_ROWS && x.shape(0) == out.shape(0), "as many rows in as out");
     Alone alone(p);
@@ -241,6 +261,8 @@ NB_MODULE(_native, m) {
              "layer"_a = 0, "flag"_a = 0, "value"_a = 0.0f, "eps"_a = 0.0f, "shape"_a = std::vector<int>{}, "scale"_a = 1.0f, "cap"_a = 0.0f)
         .def("run", &run, as_is("token_ids"), as_is("positions"), as_is("starts"), as_is("lengths"), as_is("tables"),
              as_is("logit_rows"), as_is("logits"))
+        .def("draw", &draw, as_is("logits"), as_is("rows"), as_is("temperature"), as_is("top_k"), as_is("top_p"),
+             as_is("min_p"), as_is("u"), as_is("tokens"))
         .def("linear", &linear, "weight"_a, as_is("x"), as_is("out"))
         .def("embed", &embed, "weight"_a, as_is("ids"), as_is("out"))
         .def_prop_ro("weight_bytes", &Program::weight_bytes)

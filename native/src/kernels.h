@@ -70,6 +70,7 @@ struct Layer {
 };
 
 constexpr int WIDEST_HEAD = 4096;
+constexpr int SPAN_OF_LOGITS = 256;  // a multiple of STRIP
 constexpr int SPAN = 128;  // tokens of context that are summed apart, whatever the batch; a multiple of every block size
 
 // Running softmax over a part of the context: largest score, sum of exponentials, weighted sum of V.
@@ -114,6 +115,10 @@ struct Kernels {
     void (*merge)(Partial* acc, float* acc_values, const Partial* part, const float* values, int width);
     void (*finish)(const Partial* acc, float* values, int width);  // divide by the total
     void (*softcap)(float* x, int64_t count, float cap);
+    // The largest of up to SPAN_OF_LOGITS logits, or no number where one of them is infinite or none.
+    float (*largest_logit)(const float* x, int count);
+    // out = e^((x - best) / temperature) for up to SPAN_OF_LOGITS logits; returns their sum.
+    float (*weigh)(const float* x, int count, float best, float temperature, float* out);
     // What the machine can do at most: read a stretch of memory; do products of codes on registers alone. They return a
     // sum that keeps the work from being dropped, and the multiplications and additions done.
     float (*read)(const float* x, int64_t count);

@@ -227,10 +227,12 @@ void Program::product(const Node& n, int rows, const int32_t* picked, float* out
     }
     const float* bias = n.bias < 0 ? nullptr : vectors_[n.bias].data();
     const Place& last = n.in[n.inputs - 1];
-    product(w, from, rows, out, stride, {bias, n.adds ? at(last) : nullptr, n.adds ? this->stride(last) : 0});
+    product(w, from, rows, out, stride, {bias, n.adds ? at(last) : nullptr, n.adds ? this->stride(last) : 0},
+            n.op == Op::head && n.value <= 0);
 }
 
-void Program::product(const Weight& w, const Rows& from, int rows, float* out, int64_t stride, const Summands& more) {
+void Program::product(const Weight& w, const Rows& from, int rows, float* out, int64_t stride, const Summands& more,
+                      bool head) {
     const bool quantized = is_quantized(w.kind);
     const Quantized q{codes_.data(), scales_.data(), zeros_.data(), weighted_.data()};
     const float* x = from.x;
@@ -258,14 +260,19 @@ void Program::product(const Weight& w, const Rows& from, int rows, float* out, i
     int64_t bytes = w.strip_bytes * strips;
     int parts = (int)std::min<int64_t>(strips, std::max<int64_t>(2 * pool_->threads(), bytes / (64 * 1024)));
     if ((int64_t)w.n * w.k * rows < WORTH) parts = 1;
+    // Parts of a head end where spans of logits do, so that their largest are found while they are in the cache.
+    const int whole = head ? SPAN_OF_LOGITS / STRIP : 1, units = ceil_div(strips, whole);
+    parts = std::min(parts, units);
     pool_->run(parts, [&](int part, int) {
-        const int first = (int)((int64_t)strips * part / parts), last = (int)((int64_t)strips * (part + 1) / parts);
+        const int first = (int)((int64_t)units * part / parts) * whole;
+        const int last = std::min(strips, (int)((int64_t)units * (part + 1) / parts) * whole);
         if (quantized)
             kernels_.linear_quantized(w, first, last, q, rows, out, stride, more);
         else if (w.kind == Kind::pairs)
             kernels_.linear_pairs(w, first, last, halves_.data(), rows, out, stride, more);
         else
             kernels_.linear_float(w, first, last, x, x_stride, rows, out, stride, more);
+        if (head) find_maxima(out, rows, stride, first * STRIP, last * STRIP, 0);
     });
 }
 
@@ -479,11 +486,17 @@ void Program::attend_chunk(const Node& n, const Batch& batch, int s, const float
 }
 
 void Program::head(const Node& n, const Batch& batch, float* logits) {
+    maxima_of_ = nullptr;
     if (batch.logits == 0) return;
+    maxima_.resize((size_t)batch.logits * ceil_div(n.width, SPAN_OF_LOGITS));
     product(n, batch.logits, batch.logit_rows, logits, n.width);
     if (n.value > 0)
         over_rows(batch.logits, (int64_t)n.width * 8,
-                  [&](int i, int) { kernels_.softcap(logits + (int64_t)i * n.width, n.width, n.value); });
+                  [&](int i, int) {
+                      kernels_.softcap(logits + (int64_t)i * n.width, n.width, n.value);
+                      find_maxima(logits + (int64_t)i * n.width, 1, n.width, 0, n.width, i);
+                  });
+    maxima_of_ = logits;
 }
 
 void Program::linear(int weight, const float* x, int rows, float* out) {

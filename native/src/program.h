@@ -57,8 +57,23 @@ struct Profile {
 
 extern const char* const OP_NAMES[OPS];
 
+// One token to be drawn: see engine/sampler.py.
+struct Draw {
+    int32_t row;
+    float temperature;
+    int32_t top_k;
+    float top_p, min_p;
+    double u;
+};
+
 class Program {
   public:
+    struct Scratch {  // a thread's, for draws
+        std::vector<float> maxima, logits, weights, values, order;
+        std::vector<double> sums;
+        std::vector<int32_t> ids;
+    };
+
     Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width,
             int kv_bits);
     ~Program();
@@ -76,6 +91,8 @@ class Program {
     void add_node(const Node& node);
 
     void run(const Batch& batch, float* logits);
+    // One token for each draw, from rows of logits: those of the last run, or others.
+    void draw(const float* logits, int vocabulary, const std::vector<Draw>& draws, int32_t* tokens);
     // Single Ops, for tests.
     void linear(int weight, const float* x, int rows, float* out);
     void embed_rows(int weight, const int32_t* ids, int rows, float* out);
@@ -112,7 +129,9 @@ class Program {
     void over_rows(int rows, int64_t cost, const std::function<void(int, int)>& task);
     // Row i of the product's input is what `before` makes of row picked[i], or i, of the node's.
     void product(const Node& node, int rows, const int32_t* picked, float* out, int64_t stride);
-    void product(const Weight& w, const Rows& x, int rows, float* out, int64_t stride, const Summands& more);
+    void product(const Weight& w, const Rows& x, int rows, float* out, int64_t stride, const Summands& more,
+                 bool head = false);
+    void find_maxima(const float* logits, int rows, int64_t stride, int first, int last, int from_row);
     void rotate(int rope, int row, const float* x, float* out, int heads, int width) const;
     void attend(const Node& node, const Batch& batch);
     void attend_decodes(const Node& node, const Batch& batch, const std::vector<int>& sequences, const float* q, int64_t sq);
@@ -147,6 +166,9 @@ class Program {
     std::vector<float> scales_, weighted_, made_, queries_, keys_, part_values_;
     std::vector<int32_t> zeros_, owners_;
     std::vector<Partial> parts_;
+    std::vector<float> maxima_;         // of the head's results, by row and span
+    const float* maxima_of_ = nullptr;  // the logits that they belong to
+    std::vector<Scratch> scratch_;
     int reserved_ = 0;
     int64_t weight_bytes_ = 0;
     std::mutex busy_;

@@ -254,20 +254,19 @@ void linear_pairs(const Weight& w, int first, int last, const uint16_t* x, int r
             const Summands more = of_strip(all, s);
             float* to = out + s * STRIP;
             int row = block;
-            const auto run = [&](auto tile, int count) {
-                tile(w, p, x + (int64_t)row * w.k, count, to + row * stride, stride, of_row(more, row), channels);
-                row += count;
-            };
+#define HW_PAIRS(tile, count)                                                                               \
+    tile(w, p, x + (int64_t)row * w.k, count, to + row * stride, stride, of_row(more, row), channels), row += (count)
             while (end - row >= FEWEST_TILE_ROWS) {
                 const int left = end - row;
                 if (left >= TILE_ROWS + FEWEST_TILE_ROWS)
-                    run(pairs_tiles<true>, left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS);
+                    HW_PAIRS(pairs_tiles<true>, left < 2 * TILE_ROWS ? left : 2 * TILE_ROWS);
                 else
-                    run(pairs_tiles<false>, left < TILE_ROWS ? left : TILE_ROWS);
+                    HW_PAIRS(pairs_tiles<false>, left < TILE_ROWS ? left : TILE_ROWS);
             }
-            while (row + 4 <= end) run(pairs_tile<4>, 4);
-            while (row + 2 <= end) run(pairs_tile<2>, 2);
-            while (row < end) run(pairs_tile<1>, 1);
+            while (row + 4 <= end) HW_PAIRS(pairs_tile<4>, 4);
+            while (row + 2 <= end) HW_PAIRS(pairs_tile<2>, 2);
+            while (row < end) HW_PAIRS(pairs_tile<1>, 1);
+#undef HW_PAIRS
         }
     }
     if (tiled) HW_TILE_RELEASE();

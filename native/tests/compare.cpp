@@ -11,9 +11,12 @@
 
 using namespace headway;
 
-#if defined(HW_AMX_EMULATED)
+#if defined(HW_EMULATED)
 namespace headway {
 extern const Kernels amx_emulated_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx512_emulated_kernels;
+#endif
 }
 #endif
 
@@ -180,8 +183,11 @@ void attention(const Kernels& kernels) {
 int main() {
     std::vector<const Kernels*> all;
     for (const char* name : available_kernels()) all.push_back(find_kernels(name));
-#if defined(HW_AMX_EMULATED)
+#if defined(HW_EMULATED)
     all.push_back(&amx_emulated_kernels);
+#if defined(__x86_64__)
+    all.push_back(&avx512_emulated_kernels);
+#endif
     if (!agree(amx_emulated_kernels, scalar_kernels)) std::printf("the check of AMX fails\n"), failures++;
 #endif
     for (const Kernels* kernels : all) {

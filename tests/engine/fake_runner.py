@@ -19,6 +19,7 @@ from headway.engine.messages import Abort, Emitted, FromEngine, Refused, Submit,
 from headway.engine.sampler import Sampler
 from headway.engine.sequence import Group
 from headway.engine.work import Work
+from headway.kernels.draws import draw
 from headway.telemetry.clock import FakeClock
 from headway.types import EngineTiming, Params
 
@@ -38,6 +39,7 @@ class FakeRunner:
         )
         self.steps: list[list[Work]] = []
         self.before_run: Callable[[Sequence[Work]], None] = lambda work: None
+        self.draw = draw
 
     def logits_of(self, context: Sequence[int | None]) -> NDArray[np.float32]:
         """What the "model" says after a context."""

@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -7,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from headway.engine.logits import FLOOR, Floats
+from headway.engine.logits import FLOOR
 from headway.engine.messages import Submit
-from headway.engine.sampler import Sampler, _largest, logprobs, pick, uniform
+from headway.engine.runner import pack
+from headway.engine.sampler import Sampler, logprobs, uniform
 from headway.engine.sequence import Group, Sequence
+from headway.engine.work import Work
+from headway.kernels import has_native
+from headway.kernels.draws import Draws, Floats, largest
+from headway.kernels.draws import draw as numpy_draw
+from headway.kernels.ops import Ops, Program, Value
 from headway.types import Params
 
 INF = float("inf")
@@ -30,8 +37,42 @@ def row(*values: float) -> Floats:
     return np.array(values, dtype=np.float32)
 
 
+def both(logits: Floats, draws: Draws) -> NDArray[np.int32]:
+    """Draw by NumPy, which defines what is right, and by the library, which must agree."""
+    found = numpy_draw(logits, draws)
+    if has_native():
+        np.testing.assert_array_equal(native().draw(logits, draws), found)
+    return found
+
+
+@cache
+def native() -> Program:
+    from headway.kernels.cpu import NativeKernels
+    from tests.kernels.support import compile_model
+
+    def model(ops: Ops) -> Value:
+        x = ops.embed("table", width=16)
+        x = ops.attend(x, x, x, layer=0, heads=1, kv_heads=1, head_width=16, scale=1.0)
+        return ops.head(x, "table", width=300)
+
+    weights = {"table": np.random.default_rng(0).standard_normal((300, 16)).astype(np.float32)}
+    return compile_model(NativeKernels(2), model, weights, n_blocks=2, block_tokens=16)
+
+
 def draw(values: Floats, params: Params, *, seed: int = 1, index: int = 0) -> int:
-    return Sampler(len(values)).sample(values[None], [0], [sequence(params, seed=seed, index=index)])[0]
+    return Sampler(len(values), both).sample(values[None], [0], [sequence(params, seed=seed, index=index)])[0]
+
+
+def pick(logits: Floats, params: Params, u: float) -> int:
+    one = Draws(
+        rows=np.zeros(1, np.int32),
+        temperature=np.array([params.temperature], np.float32),
+        top_k=np.array([params.top_k], np.int32),
+        top_p=np.array([params.top_p], np.float32),
+        min_p=np.array([params.min_p], np.float32),
+        u=np.array([u]),
+    )
+    return int(both(logits[None], one)[0])
 
 
 def plain(values: Floats, params: Params) -> tuple[list[int], list[float]]:
@@ -192,7 +233,7 @@ def test_top_p_that_is_met_exactly_takes_no_token_more() -> None:
 def test_the_largest_are_what_a_full_sort_finds(seed: int, vocabulary: int, count: int, levels: int) -> None:
     values = np.random.default_rng(seed).integers(0, levels, vocabulary).astype(np.float32)
     expected = sorted(sorted(range(vocabulary), key=lambda i: (-values[i], i))[:count])
-    assert _largest(values, count).tolist() == expected
+    assert largest(values, count).tolist() == expected
 
 
 def test_a_token_of_no_weight_is_never_picked() -> None:
@@ -208,7 +249,7 @@ def test_seed_neighbours_a_row_is_the_same_alone_and_among_others() -> None:
     logits: NDArray[np.float32] = np.random.default_rng(1).normal(0.0, 1.0, (16, vocabulary)).astype(np.float32)
     kinds = [Params(), Params(temperature=0.0), Params(top_p=0.9, presence_penalty=0.5), Params(top_k=40)]
     rows = [sequence(kinds[i % 4], seed=i, output=(3, 4)) for i in range(16)]
-    together = Sampler(vocabulary).sample(logits, range(16), rows)
+    together = Sampler(vocabulary, both).sample(logits, range(16), rows)
     alone = [Sampler(vocabulary).sample(logits[i : i + 1], [0], [rows[i]])[0] for i in range(16)]
     backwards = Sampler(vocabulary).sample(logits, range(15, -1, -1), rows[::-1])
     assert together == alone == backwards[::-1]
@@ -231,6 +272,24 @@ def test_the_models_logits_stay_as_they_are() -> None:
     params = Params(temperature=0.0, logit_bias={0: 50.0}, repetition_penalty=1.5)
     assert draw(logits, params) == 0
     assert logits[:2].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.skipif(not has_native(), reason="built with HEADWAY_NATIVE=0")
+def test_tokens_of_a_step_are_drawn_from_what_its_head_left() -> None:
+    """The largest logits of the step's spans are not taken for those of other rows that come later."""
+    program = native()
+    work = [Work([token, 5, 7], 0, [block], 3) for block, token in enumerate((3, 9))]
+    logits = program.run(pack(work, 16))
+    params = [Params(temperature=0.0), Params(), Params(top_k=3), Params(top_p=0.9), Params(min_p=0.2), Params(top_k=200)]
+    rows = [sequence(one, seed=seed) for seed, one in enumerate(params)]
+
+    def check(logits: Floats) -> list[int]:
+        return Sampler(300, lambda logits, draws: both(logits, draws)).sample(logits, range(6), rows)
+
+    first = check(logits)
+    assert first == check(logits.copy())
+    assert check(logits[::-1].copy()) != first
+    assert check(logits) == first
 
 
 def test_forget_drops_the_history() -> None:

@@ -238,6 +238,45 @@ def test_a_wrong_weight_is_refused(bad: Callable[[native.Program], object]) -> N
         bad(program)
 
 
+def draw(**changes: Any) -> NDArray[np.int32]:
+    """Draw the largest of two rows of logits, or something wrong."""
+    logits = np.zeros((2, 40), F32)
+    logits[0, 30] = logits[1, 39] = 1.0
+    tokens = np.zeros(2, I32)
+    right = {
+        "logits": logits, "rows": i32(1, 0), "temperature": np.zeros(2, F32), "top_k": i32(0, 0),
+        "top_p": np.ones(2, F32), "min_p": np.zeros(2, F32), "u": np.zeros(2), "tokens": tokens,
+    }  # fmt: skip
+    start().draw(**{**right, **changes})
+    return tokens
+
+
+BAD_DRAWS: dict[str, dict[str, Any]] = {
+    "a row too large": {"rows": i32(1, 2)},
+    "a row below zero": {"rows": i32(-1, 0)},
+    "too few rows": {"rows": i32(1)},
+    "too few temperatures": {"temperature": np.zeros(1, F32)},
+    "a temperature below zero": {"temperature": np.array([0, -1], F32)},
+    "a temperature that is no number": {"temperature": np.array([0, np.nan], F32)},
+    "top_p that is no number": {"top_p": np.array([1, np.nan], F32)},
+    "min_p above 1": {"min_p": np.array([0, 2], F32)},
+    "u of 1": {"u": np.array([0.0, 1.0])},
+    "u below zero": {"u": np.array([-0.1, 0.0])},
+    "u of 32 bits": {"u": np.zeros(2, F32)},
+    "too few tokens": {"tokens": i32(0)},
+    "tokens of 64 bits": {"tokens": np.zeros(2, np.int64)},
+    "logits without columns": {"logits": np.zeros((2, 0), F32)},
+    "logits of 64 bits": {"logits": np.zeros((2, 40))},
+}
+
+
+@pytest.mark.parametrize("bad", BAD_DRAWS.values(), ids=BAD_DRAWS.keys())
+def test_a_wrong_draw_is_refused(bad: dict[str, Any]) -> None:
+    assert draw().tolist() == [39, 30]
+    with pytest.raises((ValueError, TypeError)):
+        draw(**bad)
+
+
 @pytest.mark.parametrize(
     "bad",
     [

@@ -68,7 +68,7 @@ class Engine:
         self.max_waiting = config.max_waiting
         self.pool = BlockPool(runner.n_blocks, runner.block_tokens, config.prefix_cache)
         self.scheduler = Scheduler(config, self.pool)
-        self.sampler = Sampler(runner.vocabulary)
+        self.sampler = Sampler(runner.vocabulary, runner.draw)
         self.busy_since: float | None = None
         """Start of the step that is running; another thread may read it."""
         self.steps = 0

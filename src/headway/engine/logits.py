@@ -8,13 +8,10 @@ then ``logit_bias``, then the end tokens are masked while fewer than ``min_token
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.engine.sequence import Sequence
+from headway.kernels.draws import Floats, Ids
 from headway.types import Params
-
-Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 FLOOR = -9999.0
 """The log-probability reported for what the model rules out (JSON has no infinity)."""
@@ -77,12 +74,3 @@ def adjust(row: Floats, sequence: Sequence, history: History | None) -> None:
     if sequence.n_output < params.min_tokens:
         ends = [token for token in (*sequence.group.eos, *params.stop_token_ids) if 0 <= token < len(row)]
         row[ends] = -np.inf
-
-
-def sane(row: Floats) -> Floats:
-    """Return the row without NaN (impossible) and +inf (certain); itself when there are none."""
-    if np.isfinite(row.max()):  # the maximum of a row with a NaN is NaN
-        return row
-    tame = np.where(np.isnan(row), np.float32(-np.inf), row)
-    tame[tame == np.inf] = np.finfo(np.float32).max
-    return tame

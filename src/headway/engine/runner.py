@@ -13,7 +13,8 @@ from headway.config import EngineConfig, environment, parse_bytes
 from headway.engine.work import Work
 from headway.errors import ConfigError
 from headway.kernels import machine, pick_kernels
-from headway.kernels.ops import Batch, Kernels, Program
+from headway.kernels.draws import Draws
+from headway.kernels.ops import Batch, Int32, Kernels, Program
 from headway.kernels.plan import record
 from headway.kernels.tensor import Float32
 from headway.models import load
@@ -62,6 +63,10 @@ class Runner:
     def run(self, work: Sequence[Work]) -> Float32:
         """Return logits [sum of work.logits, vocabulary], rows in the order of work; valid until the next call."""
         return self.program.run(pack(work, self.block_tokens))
+
+    def draw(self, logits: Float32, draws: Draws) -> Int32:
+        """Return one token for each draw."""
+        return self.program.draw(logits, draws)
 
 
 def pack(work: Sequence[Work], block_tokens: int) -> Batch:

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.kernels.draws import Draws
 from headway.kernels.tensor import Float32, Tensor
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -164,6 +165,10 @@ class Program(Protocol):
 
     def run(self, batch: Batch) -> Float32:
         """Run one step; return logits [len(logit_rows), vocabulary], valid until the next call."""
+        ...
+
+    def draw(self, logits: Float32, draws: Draws) -> Int32:
+        """Return one token for each draw, from the logits of the last step, as they came, or from others."""
         ...
 
     def limits(self) -> Limits:

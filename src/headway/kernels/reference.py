@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from headway.kernels import paged
 from headway.kernels.arrange import Group, checked_tensors, group_calls, load_weights, place_values
+from headway.kernels.draws import Draws, draw
 from headway.kernels.ops import Batch, Int32, KVLayout, Limits, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
 from headway.kernels.workers import Workers
@@ -205,6 +206,10 @@ class _Program:
     def profile(self) -> dict[str, tuple[float, int]]:
         """Return the times of the Ops that ran."""
         return dict(self._profile or {})
+
+    def draw(self, logits: Float32, draws: Draws) -> Int32:
+        """Draw row by row."""
+        return draw(logits, draws)
 
     def limits(self) -> Limits:
         """Return the rates of sums over a large array and of square matrix products, on all workers."""

@@ -12,7 +12,8 @@ import headway.kernels.cpu._native as _native
 from headway.errors import ConfigError
 from headway.kernels.arrange import Group, checked_tensors, fuse, group_calls, place_values
 from headway.kernels.cpu.weights import Weights, packed_bytes
-from headway.kernels.ops import Batch, Call, KVLayout, Limits, Plan, Program, Rope
+from headway.kernels.draws import Draws
+from headway.kernels.ops import Batch, Call, Int32, KVLayout, Limits, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
 
 BLOCK_TOKENS = (16, 32, 64, 128)
@@ -115,6 +116,14 @@ class _Program:
             batch.token_ids, batch.positions, batch.starts, batch.lengths, batch.tables, batch.logit_rows, self._logits
         )
         return self._logits[:wanted]
+
+    def draw(self, logits: Float32, draws: Draws) -> Int32:
+        """Draw on the thread pool; the head has left the largest logit of each span of its rows."""
+        tokens = np.empty(len(draws.rows), np.int32)
+        self.native.draw(
+            logits, draws.rows, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.u, tokens
+        )
+        return tokens
 
     def limits(self) -> Limits:
         """Return the rates of bare loops over memory and over registers."""

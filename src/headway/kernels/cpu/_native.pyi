@@ -78,6 +78,17 @@ class Program:
         logit_rows: NDArray[np.int32],
         logits: NDArray[np.float32],
     ) -> None: ...
+    def draw(
+        self,
+        logits: NDArray[np.float32],
+        rows: NDArray[np.int32],
+        temperature: NDArray[np.float32],
+        top_k: NDArray[np.int32],
+        top_p: NDArray[np.float32],
+        min_p: NDArray[np.float32],
+        u: NDArray[np.float64],
+        tokens: NDArray[np.int32],
+    ) -> None: ...
     def linear(self, weight: int, x: NDArray[np.float32], out: NDArray[np.float32]) -> None: ...
     def embed(self, weight: int, ids: NDArray[np.int32], out: NDArray[np.float32]) -> None: ...
     @property
