@@ -14,6 +14,7 @@ namespace headway {
 namespace {
 
 constexpr int64_t WORTH = 24 * 1024;  // multiply-adds (or as much other work) from which waking a thread pays
+constexpr int64_t HUGE_PAGE = 2 << 20, ARENA = 32 << 20;
 constexpr int CHUNK_ROWS = 16;        // query rows of a prefill that share a conversion of K and V
 
 uint16_t to_half(float value) {  // to nearest, ties to even; the callers keep finite values inside the range
@@ -57,7 +58,7 @@ Program::Program(const Kernels& kernels, int threads, int layers, int n_blocks, 
     const int64_t unit = Layer::unit_bytes(kv_bits == 8, block_tokens, width);
     require((double)unit * layers * n_blocks * kv_heads < 1e15, "the KV pool's size");
     const int64_t one = unit * n_blocks * kv_heads;
-    uint8_t* kv = allocate(one * layers);  // zero pages, backed by memory as they are touched
+    uint8_t* kv = map(one * layers);
     for (int layer = 0; layer < layers; layer++) pool_layers_.push_back({kv + one * layer, block_tokens, kv_bits == 8, unit});
     pool_ = std::make_unique<Pool>(threads);
 }
@@ -68,12 +69,30 @@ Program::~Program() {
 
 void Program::Unmap::operator()(uint8_t* data) const { munmap(data, bytes); }
 
-uint8_t* Program::allocate(int64_t bytes) {
-    bytes = (bytes + 4095) / 4096 * 4096;
-    void* data = mmap(nullptr, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+// Zero pages, backed by memory as they are touched; large ones where the system has them on request, since decoding
+// reads all weights once a step, and small pages cost it a walk of the page tables every 4 KB.
+uint8_t* Program::map(int64_t bytes) {
+    const int64_t whole = (bytes + 4095) / 4096 * 4096 + HUGE_PAGE;
+    void* data = mmap(nullptr, (size_t)whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (data == MAP_FAILED) throw std::bad_alloc();
-    maps_.emplace_back((uint8_t*)data, Unmap{(size_t)bytes});
-    return (uint8_t*)data;
+    maps_.emplace_back((uint8_t*)data, Unmap{(size_t)whole});
+    uint8_t* aligned = (uint8_t*)(((uintptr_t)data + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
+#if defined(MADV_HUGEPAGE)
+    madvise(aligned, (size_t)(whole - (aligned - (uint8_t*)data)), MADV_HUGEPAGE);
+#endif
+    return aligned;
+}
+
+// A weight's place, one after another.
+uint8_t* Program::allocate(int64_t bytes) {
+    bytes = (bytes + 63) / 64 * 64;
+    if (bytes > arena_left_) {
+        arena_left_ = std::max(bytes, ARENA);
+        arena_ = map(arena_left_);
+    }
+    uint8_t* data = arena_;
+    arena_ += bytes, arena_left_ -= bytes;
+    return data;
 }
 
 int Program::add_quantized(int n, int k, int group, int bits, int zero, const uint8_t* codes, const float* scale,

@@ -71,7 +71,7 @@ class Program {
     struct Scratch {  // a thread's, for draws
         std::vector<float> maxima, logits, weights, values, order;
         std::vector<double> sums;
-        std::vector<int32_t> ids;
+        std::vector<int32_t> ids, counts;
     };
 
     Program(const Kernels& kernels, int threads, int layers, int n_blocks, int block_tokens, int kv_heads, int width,
@@ -138,6 +138,7 @@ class Program {
     void attend_chunk(const Node& node, const Batch& batch, int sequence, const float* q, int64_t sq);
     void head(const Node& node, const Batch& batch, float* logits);
     void tables_of_ropes(const Batch& batch);
+    uint8_t* map(int64_t bytes);
     uint8_t* allocate(int64_t bytes);
 
     const Kernels& kernels_;
@@ -151,6 +152,8 @@ class Program {
         void operator()(uint8_t* data) const;
     };
     std::vector<std::unique_ptr<uint8_t, Unmap>> maps_;
+    uint8_t* arena_ = nullptr;
+    int64_t arena_left_ = 0;
     std::vector<std::vector<float>> vectors_;
     struct RopeTable {
         std::vector<float> inverse;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
+#include <cstring>
 
 #include "program.h"
 
@@ -95,6 +96,34 @@ struct Row {
         ids.resize(to), values.resize(to);
     }
 
+    // How many of the largest weights hold so much; at least one. Only those of about the last one's size are sorted.
+    size_t nucleus(double goal) {
+        constexpr int SHIFT = 19, BUCKETS = (0x3f800000 >> SHIFT) + 1;  // 16 sizes an octave, up to a weight of 1
+        std::vector<double>& sums = scratch.sums;
+        std::vector<int32_t>& counts = scratch.counts;
+        sums.assign(BUCKETS, 0), counts.assign(BUCKETS, 0);
+        auto bucket_of = [](float weight) {
+            int32_t bits;
+            std::memcpy(&bits, &weight, 4);
+            return std::min(bits >> SHIFT, BUCKETS - 1);
+        };
+        for (float weight : scratch.weights) {
+            const int bucket = bucket_of(weight);
+            sums[bucket] += weight, counts[bucket]++;
+        }
+        double running = 0;
+        size_t wanted = 0;
+        int bucket = BUCKETS - 1;
+        for (; bucket > 0 && running + sums[bucket] < goal; bucket--) running += sums[bucket], wanted += (size_t)counts[bucket];
+        std::vector<float>& order = scratch.order;
+        order.clear();
+        for (float weight : scratch.weights)
+            if (bucket_of(weight) == bucket) order.push_back(weight);
+        std::sort(order.begin(), order.end(), std::greater<float>());
+        for (size_t i = 0; i < order.size() && (running < goal || wanted == 0); i++) running += order[i], wanted++;
+        return std::max<size_t>(wanted, 1);
+    }
+
     int draw(const Draw& d) {
         find_maxima();
         mend();
@@ -134,19 +163,7 @@ struct Row {
                 if (weights[i] > least) ids.push_back(i), weights[to++] = weights[i];
             weights.resize(to);
         }
-        if (d.top_p < 1) {
-            std::vector<float>& order = scratch.values;
-            order.assign(weights.begin(), weights.end());
-            std::sort(order.begin(), order.end(), std::greater<float>());
-            const double goal = (double)d.top_p * total;
-            double running = 0;
-            size_t wanted = 0;
-            while (wanted < order.size()) {
-                running += order[wanted++];
-                if (running >= goal) break;
-            }
-            cut(weights, std::max<size_t>(wanted, 1));
-        }
+        if (d.top_p < 1) cut(weights, nucleus((double)d.top_p * total));
         if (d.min_p > 0) {  // relative to the most probable token, whose weight is 1
             size_t to = 0;
             for (size_t i = 0; i < weights.size(); i++)

@@ -66,6 +66,7 @@ HW_FN void tile(const Weight& w, const uint8_t* p, const Quantized& x, int row, 
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
     for (int g = 0; g < groups; g++, a += group) {
         const uint8_t* fine = p + codes;
+        fetch_ahead(p, codes + 64);
         for (int half = 0; half < 2; half++) {
             __m256i dot[M];
             half_dots<M, FOUR>(p + 32 * half, a, k, group, dot);
