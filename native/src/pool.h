@@ -31,7 +31,7 @@ class Pool {
     void run(int parts, const std::function<void(int, int)>& task);
 
   private:
-    void work(int number);
+    void work(int number, int threads);
     void take(int number);
     void stop();
 

@@ -1,4 +1,4 @@
-"""The engine as something that a benchmark can time: the runner and the sampler's argmax, without HTTP."""
+"""The engine as something that a benchmark can time: the runner and its draws, without HTTP."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from headway.bench.engine import Facts
 from headway.bench.measure import rss_bytes
 from headway.engine.work import Work
+from headway.kernels.draws import Draws
 from headway.llm import LLM
 
 DECODE_STEPS = 8
@@ -49,9 +50,21 @@ class EngineWorkload:
 
     def decode_step_s(self, batch: int, context: int) -> float:
         """Return the seconds of one decode step, the median of a few in a row."""
+        return float(np.median(self.decode_steps_s(batch, context)))
+
+    def decode_steps_s(self, batch: int, context: int) -> list[float]:
+        """Return the seconds of each of a few greedy decode steps in a row."""
         blocks = -(-(context + DECODE_STEPS) // self._runner.block_tokens)
         tables = [self._table(sequence, blocks) for sequence in range(batch)]
         tokens = self._rng.integers(0, self._runner.vocabulary, size=batch)
+        greedy = Draws(
+            rows=np.arange(batch, dtype=np.int32),
+            temperature=np.zeros(batch, np.float32),
+            top_k=np.zeros(batch, np.int32),
+            top_p=np.ones(batch, np.float32),
+            min_p=np.zeros(batch, np.float32),
+            u=np.zeros(batch),
+        )
         times = []
         for step in range(DECODE_STEPS):
             work = [
@@ -59,10 +72,9 @@ class EngineWorkload:
                 for i in range(batch)
             ]
             began = time.perf_counter()
-            logits = self._runner.run(work)
-            tokens = logits.argmax(axis=1)
+            tokens = self._runner.draw(self._runner.run(work), greedy)
             times.append(time.perf_counter() - began)
-        return float(np.median(times))
+        return times
 
     def prefill_s(self, tokens: int) -> float:
         """Return the seconds of one prompt's prefill, in chunks of the step budget."""

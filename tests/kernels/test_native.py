@@ -365,6 +365,29 @@ def test_beside_busy_neighbours_on_every_core_results_are_right_and_come() -> No
             neighbour.wait()
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
+def test_threads_keep_to_a_core_each_where_they_have_all_cores_and_roam_where_not() -> None:
+    code = """
+import os, sys
+from pathlib import Path
+import headway.kernels.cpu._native as native
+cores = sorted(os.sched_getaffinity(0))
+program = native.Program("", int(sys.argv[1]), 1, 1, 16, 1, 16)
+import numpy as np
+weight = program.add_f32(np.ones((4096, 512), np.float32))
+program.linear(weight, np.ones((8, 512), np.float32), np.empty((8, 4096), np.float32))
+found = []
+for task in Path("/proc/self/task").iterdir():
+    if (task / "comm").read_text().strip() == "kernels":
+        found.append(sorted(os.sched_getaffinity(int(task.name))))
+print(sorted(found) == [[core] for core in cores[1:]], all(one == cores for one in found))
+"""
+    cores = len(os.sched_getaffinity(0))
+    for threads, expected in ((cores, f"True {cores == 1}"), (cores + 1, "False True")):
+        done = subprocess.run([sys.executable, "-c", code, str(threads)], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+
+
 def test_two_callers_at_a_time_are_refused_not_mixed_up() -> None:
     program = start(1)
     weight = program.add_f32(np.ones((4096, 512), F32))
