@@ -34,7 +34,7 @@ using In = nb::ndarray<const T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 template <typename T, int Dims>
 using Out = nb::ndarray<T, nb::ndim<Dims>, nb::c_contig, nb::device::cpu>;
 
-constexpr size_t MOST_ROWS = 1 << 28, MOST_COLUMNS = 1 << 24;
+constexpr size_t MOST_ROWS = headway::MOST_ROWS, MOST_COLUMNS = 1 << 24;
 constexpr int WIDEST_GROUP = 1 << 15;  // sums of a group stay inside 32 bits: 255 x 127 x group
 
 void require(bool right, const char* what) {
@@ -100,6 +100,14 @@ int add_quantized(Program& p, In<uint8_t, 2> codes, In<float, 2> scale, std::opt
     const float* low = minimum ? minimum->data() : nullptr;
     Alone alone(p);
     return p.add_quantized(n, k, group, bits, zero, codes.data(), scale.data(), low);
+}
+
+int add_blocks(Program& p, const std::string& form, int k, const std::vector<In<uint8_t, 2>>& parts) {
+    std::vector<headway::Blocks> blocks;
+    for (const auto& part : parts) blocks.push_back({part.data(), (int64_t)part.shape(0), (int64_t)part.shape(1)});
+    require(k >= 1 && (size_t)k <= MOST_COLUMNS, "a weight of impossible size");
+    Alone alone(p);
+    return p.add_blocks(form.c_str(), k, blocks);
 }
 
 template <typename T, Kind KIND>
@@ -250,6 +258,7 @@ NB_MODULE(_native, m) {
              "kv_bits"_a = 16)
         .def("add_quantized", &add_quantized, as_is("codes"), as_is("scale"), as_is("minimum").none(), "group"_a, "bits"_a,
              "zero"_a)
+        .def("add_blocks", &add_blocks, "form"_a, "columns"_a, as_is("parts"))
         .def("add_f32", &add_dense<float, Kind::f32>, as_is("weight"))
         .def("add_bf16", &add_dense<uint16_t, Kind::bf16>, as_is("weight"))
         .def("add_f16", &add_dense<uint16_t, Kind::f16>, as_is("weight"))

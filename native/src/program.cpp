@@ -17,27 +17,6 @@ constexpr int64_t WORTH = 24 * 1024;  // multiply-adds (or as much other work) f
 constexpr int64_t HUGE_PAGE = 2 << 20, ARENA = 32 << 20;
 constexpr int CHUNK_ROWS = 16;        // query rows of a prefill that share a conversion of K and V
 
-uint16_t to_half(float value) {  // to nearest, ties to even; the callers keep finite values inside the range
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    uint32_t sign = bits >> 16 & 0x8000;
-    int32_t exponent = (int32_t)(bits >> 23 & 0xff) - 112;
-    uint32_t mantissa = bits & 0x7fffff;
-    if (std::isnan(value)) return 0x7e00;
-    if (exponent >= 31) return (uint16_t)(sign | (std::isinf(value) ? 0x7c00 : 0x7bff));
-    if (exponent <= 0) {
-        if (exponent < -10) return (uint16_t)sign;
-        mantissa |= 0x800000;
-        int shift = 14 - exponent;
-        uint32_t half = mantissa >> shift, rest = mantissa & ((1u << shift) - 1), middle = 1u << (shift - 1);
-        half += rest > middle || (rest == middle && (half & 1));
-        return (uint16_t)(sign | half);
-    }
-    uint32_t half = (uint32_t)exponent << 10 | mantissa >> 13, rest = mantissa & 0x1fff;
-    half += rest > 0x1000 || (rest == 0x1000 && (half & 1));
-    return (uint16_t)(sign | half);
-}
-
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 void require(bool right, const char* what) {
@@ -93,85 +72,6 @@ uint8_t* Program::allocate(int64_t bytes) {
     uint8_t* data = arena_;
     arena_ += bytes, arena_left_ -= bytes;
     return data;
-}
-
-int Program::add_quantized(int n, int k, int group, int bits, int zero, const uint8_t* codes, const float* scale,
-                           const float* minimum) {
-    Weight w{};
-    w.kind = bits == 4 ? Kind::q4 : Kind::q8;
-    w.n = n, w.k = k, w.group = group, w.zero = zero, w.has_min = minimum != nullptr;
-    const int groups = k / group, line_k = bits == 4 ? 8 : 4;
-    const int64_t group_bytes = w.group_bytes();
-    w.strip_bytes = group_bytes * groups;
-    // A power of two brings the largest scale near the top of half precision's range: none is subnormal in practice.
-    float most = 0;
-    auto widen = [&](float value) {
-        if (std::isfinite(value)) most = std::max(most, std::fabs(value));
-    };
-    for (int64_t i = 0; i < (int64_t)n * groups; i++) {
-        widen(scale[i]);
-        if (minimum) widen(minimum[i]);
-    }
-    int shift = 0;
-    if (most > 0) {
-        std::frexp(most, &shift);
-        shift = std::max(shift - 15, -126);
-    }
-    w.rescale = std::ldexp(1.0f, shift);
-    const float down = std::ldexp(1.0f, -shift);
-    w.data = allocate(w.strip_bytes * w.strips());
-    weight_bytes_ += w.strip_bytes * w.strips();
-    pool_->run(w.strips(), [&](int strip, int) {
-        uint8_t* p = w.data + strip * w.strip_bytes;
-        const int channels = std::min(STRIP, n - strip * STRIP);
-        for (int g = 0; g < groups; g++) {
-            for (int c = 0; c < channels; c++) {
-                const uint8_t* row = codes + (int64_t)(strip * STRIP + c) * k + (int64_t)g * group;
-                for (int i = 0; i < group; i += line_k) {
-                    uint8_t* line = p + i / line_k * 64 + 4 * c;
-                    for (int j = 0; j < 4; j++)
-                        line[j] = bits == 4 ? (uint8_t)(row[i + j] | row[i + j + 4] << 4) : row[i + j];
-                }
-            }
-            // Channels past n have codes 0 and scale 0.
-            uint16_t* scales = (uint16_t*)(p + (int64_t)group / line_k * 64);
-            for (int c = 0; c < channels; c++) {
-                const int64_t from = (int64_t)(strip * STRIP + c) * groups + g;
-                scales[c] = to_half(scale[from] * down);
-                if (minimum) scales[STRIP + c] = to_half(minimum[from] * down);
-            }
-            p += group_bytes;
-        }
-    });
-    weights_.push_back(w);
-    return (int)weights_.size() - 1;
-}
-
-int Program::add_dense(int n, int k, Kind kind, const void* values) {
-    if (kind == Kind::bf16 && kernels_.linear_pairs && k % PAIRS_K == 0) kind = Kind::pairs;
-    Weight w{};
-    w.kind = kind;
-    w.n = n, w.k = k, w.rescale = 1;
-    const int64_t size = kind == Kind::f32 ? 4 : 2;
-    w.strip_bytes = k * STRIP * size;
-    w.data = allocate(w.strip_bytes * w.strips());
-    weight_bytes_ += w.strip_bytes * w.strips();
-    pool_->run(w.strips(), [&](int strip, int) {
-        uint8_t* p = w.data + strip * w.strip_bytes;
-        for (int c = 0; c < std::min(STRIP, n - strip * STRIP); c++) {
-            const int64_t row = (int64_t)(strip * STRIP + c) * k;
-            for (int i = 0; i < k; i++) {
-                if (kind == Kind::pairs)
-                    ((uint16_t*)p)[(i / 2 * STRIP + c) * 2 + i % 2] = ((const uint16_t*)values)[row + i];
-                else if (kind == Kind::f32)
-                    ((float*)p)[i * STRIP + c] = ((const float*)values)[row + i];
-                else
-                    ((uint16_t*)p)[i * STRIP + c] = ((const uint16_t*)values)[row + i];
-            }
-        }
-    });
-    weights_.push_back(w);
-    return (int)weights_.size() - 1;
 }
 
 int Program::add_vector(int n, const float* values) {

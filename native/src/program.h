@@ -57,6 +57,14 @@ struct Profile {
 
 extern const char* const OP_NAMES[OPS];
 
+// Rows of a tensor of a GGUF file, each of so many bytes.
+struct Blocks {
+    const uint8_t* data;
+    int64_t rows, bytes;
+};
+
+constexpr int64_t MOST_ROWS = 1 << 28;
+
 // One token to be drawn: see engine/sampler.py.
 struct Draw {
     int32_t row;
@@ -83,6 +91,9 @@ class Program {
     // Repack; codes [n, k] unsigned, scale and minimum [n, k / group]. Returns the weight's index.
     int add_quantized(int n, int k, int group, int bits, int zero, const uint8_t* codes, const float* scale,
                       const float* minimum);
+    // The same from a file's blocks; rows of all parts, one after another. Throws std::invalid_argument where they do
+    // not fit the form (q4_0 ... q6_k).
+    int add_blocks(const char* form, int k, const std::vector<Blocks>& parts);
     int add_dense(int n, int k, Kind kind, const void* values);
     int add_vector(int n, const float* values);  // norms and biases
     int add_rope(int half, const float* inverse_frequencies, float factor);
@@ -138,6 +149,8 @@ class Program {
     void attend_chunk(const Node& node, const Batch& batch, int sequence, const float* q, int64_t sq);
     void head(const Node& node, const Batch& batch, float* logits);
     void tables_of_ropes(const Batch& batch);
+    // A weight without its data; `most` is the largest size of its scales and minima.
+    Weight quantized(int n, int k, int group, int bits, int zero, bool minimum, float most);
     uint8_t* map(int64_t bytes);
     uint8_t* allocate(int64_t bytes);
 

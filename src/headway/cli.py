@@ -173,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.INFO if args.verbose else logging.WARNING
     try:
         if args.command == "serve":
+            # This process computes nothing with BLAS, whose threads would spin beside the engine's.
+            os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
             from headway.serve import serve
 
             config = _settings(args)

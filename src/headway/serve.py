@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -12,20 +13,23 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import uvicorn
 
 from headway.config import Config, environment
 from headway.engine.host import EngineHost
 from headway.engine.messages import Status
 from headway.errors import ConfigError, HeadwayError
-from headway.gateway.app import Gateway
-from headway.gateway.connection import connection_of
 from headway.kernels.machine import usable_threads
 from headway.models.pull import obtain
 from headway.telemetry.clock import MonotonicClock
 from headway.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from headway.gateway.app import Gateway
 
 log = logging.getLogger("headway.serve")
 
@@ -70,14 +74,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Server(uvicorn.Server):
-    """Leaves the signals to us: uvicorn would close the listener first, and new requests must get their 503."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     clock = MonotonicClock()
     metrics = Metrics()
@@ -90,22 +86,17 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
         clock=clock,
         on_status=lambda status: _observe(metrics, status),
     )
-    await host.start()
-    gateway = Gateway(host, config, clock=clock, metrics=metrics)
-    server = _Server(
-        uvicorn.Config(
-            gateway.app,
-            http=connection_of(config.server),
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=5,
-            backlog=2048,
-        )
-    )
+    # Loading makes objects by the hundred thousand and frees few: collections would only walk them, again and again.
+    gc.disable()
+    starting = asyncio.create_task(host.start())
+    try:
+        # The HTTP layer's imports take as long as a small model: they go beside the engine's start.
+        gateway, server = await asyncio.to_thread(_http, host, config, clock, metrics)
+    finally:
+        await starting
+    gc.enable()
+    gc.collect()
+    gc.freeze()
     stopping = _on_signals(config, gateway, host, server)
     try:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -118,6 +109,37 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     finally:
         await host.close()
     return 0
+
+
+def _http(
+    host: EngineHost, config: Config, clock: MonotonicClock, metrics: Metrics
+) -> tuple[Gateway, uvicorn.Server]:
+    import uvicorn
+
+    from headway.gateway.app import Gateway
+    from headway.gateway.connection import connection_of
+
+    class Server(uvicorn.Server):
+        """Leaves the signals to us: uvicorn would close the listener first, and new requests must get their 503."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    gateway = Gateway(host, config, clock=clock, metrics=metrics)
+    settings = uvicorn.Config(
+        gateway.app,
+        http=connection_of(config.server),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+        backlog=2048,
+    )
+    return gateway, Server(settings)
 
 
 def _on_signals(config: Config, gateway: Gateway, host: EngineHost, server: uvicorn.Server) -> list[asyncio.Task[None]]:

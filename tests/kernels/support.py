@@ -33,6 +33,9 @@ class ArrayTensor:
     def affine(self) -> Affine | None:
         return None
 
+    def blocks(self) -> None:
+        return None
+
 
 class AffineTensor:
     """A quantized weight in memory."""
@@ -49,6 +52,9 @@ class AffineTensor:
 
     def affine(self) -> Affine | None:
         return self.weight
+
+    def blocks(self) -> None:
+        return None
 
 
 def tensor_of(name: str, weight: Float32 | Affine | Tensor) -> Tensor:

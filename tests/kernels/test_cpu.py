@@ -477,3 +477,39 @@ def test_an_unknown_instruction_set_names_those_that_run_here() -> None:
         pick_kernels("auto", 1, "sse9")
     assert pick_kernels("cpu", 1, "scalar").isa == "scalar"
     assert pick_kernels("auto", 1).isa == available()[0]
+
+
+@pytest.mark.parametrize("name", GGUF_KINDS)
+@pytest.mark.parametrize("shapes", [(1,), (16,), (37,), (20, 4, 13)])
+def test_a_files_blocks_become_the_weight_that_their_codes_and_scales_make(name: str, shapes: tuple[int, ...]) -> None:
+    """Unpacked by the library, in one pass, or by NumPy first: the same bits; parts lie one after another."""
+    from headway.kernels.cpu import _native
+
+    columns, rows = 512, sum(shapes)
+    parts = [weight_of(name, count, columns, seed=count) for count in shapes]
+    affine = [part.affine() for part in parts]
+    blocks = [part.blocks() for part in parts]
+    program = _native.Program("", 2, 1, 1, 16, 1, 16)
+    x = normal(9, columns, seed=5)
+    found, wanted = np.empty((2, 9, rows), np.float32), np.empty((rows, columns), np.float32)
+    first = program.add_blocks(name, columns, [one for one in blocks if one is not None])
+    whole = [one for one in affine if one is not None]
+    offsets = [one.offset for one in whole if one.offset is not None]
+    second = program.add_quantized(
+        np.concatenate([one.codes for one in whole]),
+        np.concatenate([one.scale for one in whole]),
+        np.concatenate(offsets) if offsets else None,
+        whole[0].group,
+        4 if whole[0].bits <= 4 else 8,
+        whole[0].zero,
+    )
+    ids = np.arange(rows, dtype=np.int32)
+    rebuilt = np.empty_like(wanted)
+    program.linear(first, x, found[0])
+    program.linear(second, x, found[1])
+    program.embed(first, ids, rebuilt)
+    program.embed(second, ids, wanted)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(rebuilt, wanted)
+    assert np.isfinite(wanted).all()
+    assert wanted.std() > 0

@@ -43,6 +43,9 @@ class MemoryCheckpoint:
     def tensor(self, name: str) -> ArrayTensor:
         return ArrayTensor(name, self.arrays[name])
 
+    def forget(self) -> None:
+        """Nothing was read from a file."""
+
     def close(self) -> None:
         pass
 

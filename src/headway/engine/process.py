@@ -40,13 +40,15 @@ class EngineProcess:
     async def start(cls, spec: EngineSpec, receive: Receive, ended: Ended) -> EngineProcess:
         """Spawn the process; ``receive`` gets its messages, ``ended`` is called once when it is gone."""
         ours, theirs = socket.socketpair()
-        # One native thread pool per process: BLAS must know its width before it is loaded.
+        # One native thread pool per process, and BLAS, which spins, is the reference kernels': it must know its width
+        # before it is loaded.
         environ = dict(os.environ)
         # The child runs this very package, wherever the parent found it.
         environ["PYTHONPATH"] = os.pathsep.join([str(PACKAGES), *filter(None, [environ.get("PYTHONPATH")])])
-        if spec.threads:
+        reference = spec.config.kernels == "reference"
+        if spec.threads or not reference:
             for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-                environ[name] = str(spec.threads)
+                environ[name] = str(spec.threads if reference else 1)
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
             argv = [sys.executable, "-m", "headway.engine.worker", str(theirs.fileno())]

@@ -185,6 +185,7 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
         linear_parameters=sum(math.prod(checkpoint.tensor(name).shape) for name in linear),
     )
     program = kernels.compile(plan, checkpoint.tensor, n_blocks=n_blocks, block_tokens=settings.block_tokens)
+    checkpoint.forget()  # the kernels have the weights in their own layout
     return Runner(
         program,
         vocabulary=plan.vocabulary,

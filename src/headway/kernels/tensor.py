@@ -71,3 +71,7 @@ class Tensor(Protocol):
     def affine(self) -> Affine | None:
         """Return the canonical quantized form, or None for a dense kind."""
         ...
+
+    def blocks(self) -> NDArray[np.uint8] | None:
+        """Return the rows' raw blocks [N, bytes], where ``kind`` is a quantized kind of GGUF; else None."""
+        ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,15 @@ from headway.kernels.tensor import Affine, Float32, Tensor
 STRIP = 16
 WIDEST_GROUP = 1 << 15  # sums of a group stay inside 32 bits
 Bits = NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Raw rows of a GGUF file, which the library unpacks and repacks in one pass."""
+
+    kind: str
+    columns: int
+    parts: list[NDArray[np.uint8]]
 
 
 class Weights:
@@ -59,14 +69,20 @@ class Weights:
         else:
             yield from ((name,) for name in names)
 
-    def _read(self, names: tuple[str, ...]) -> Affine | Float32:
+    def _read(self, names: tuple[str, ...]) -> Affine | Float32 | _Blocks:
         parts = [self._tensors[name] for name in names]
+        blocks = [part.blocks() for part in parts]
+        if all(one is not None for one in blocks):
+            whole = [one for one in blocks if one is not None]
+            return _Blocks(parts[0].kind, parts[0].shape[1], whole)
         affine = [part.affine() for part in parts]
         if all(one is not None and _fits(one) for one in affine):
             return _join([one for one in affine if one is not None])
         return np.concatenate([part.float32() for part in parts])
 
-    def _add(self, weight: Affine | Float32) -> int:
+    def _add(self, weight: Affine | Float32 | _Blocks) -> int:
+        if isinstance(weight, _Blocks):
+            return self._native.add_blocks(weight.kind, weight.columns, weight.parts)
         if isinstance(weight, Affine):
             offset = None if weight.offset is None else np.ascontiguousarray(weight.offset, np.float32)
             return self._native.add_quantized(

@@ -51,6 +51,10 @@ class Checkpoint(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Give back the memory of what was read from the file(s); it is read again when it is wanted again."""
+        ...
+
     def close(self) -> None:
         """Unmap; tensors that were handed out must not be used after."""
         ...

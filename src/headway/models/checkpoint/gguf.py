@@ -75,6 +75,10 @@ class GGUFTensor:
         rows = self._rows()
         return decode_all(rows.reshape(-1, self._block.nbytes), self._block, len(rows))
 
+    def blocks(self) -> NDArray[np.uint8] | None:
+        """Return the raw rows of a quantized matrix, which are a view of the file unless heads are permuted."""
+        return None if self._block.decode is None or self._shift else self._rows()
+
 
 class GGUFCheckpoint:
     """An open GGUF file."""
@@ -140,6 +144,10 @@ class GGUFCheckpoint:
             heads=permuted_heads(info.name, config.architecture, heads=config.heads, kv_heads=config.kv_heads),
             shift=norm_shift(info.name, config.architecture),
         )
+
+    def forget(self) -> None:
+        """Give back the memory of what was read."""
+        self._file.forget()
 
     def close(self) -> None:
         """Unmap; tensors that were handed out must not be used after."""

@@ -53,6 +53,10 @@ class SafetensorsTensor:
         """Return None: every kind is dense."""
         return None
 
+    def blocks(self) -> None:
+        """Return None: every kind is dense."""
+        return None
+
 
 class HuggingFaceCheckpoint:
     """An open Hugging Face directory."""
@@ -97,6 +101,11 @@ class HuggingFaceCheckpoint:
         if entry is None:
             raise CheckpointError(f"{str(self.path)!r} has no tensor {name!r}; it has {len(self._entries)} others")
         return SafetensorsTensor(name, entry)
+
+    def forget(self) -> None:
+        """Give back the memory of what was read."""
+        for file in self._files:
+            file.forget()
 
     def close(self) -> None:
         """Unmap; tensors that were handed out must not be used after."""

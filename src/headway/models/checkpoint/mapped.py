@@ -41,6 +41,11 @@ class MappedFile:
         assert 0 <= start <= stop <= self.size
         return self._bytes[start:stop]
 
+    def forget(self) -> None:
+        """Give back the memory of the pages that were read; the system reads them again when they are wanted again."""
+        if self._bytes is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self.data.madvise(mmap.MADV_DONTNEED)
+
     def __enter__(self) -> Self:
         return self
 
