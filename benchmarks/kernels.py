@@ -12,13 +12,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+import headway.kernels.cpu._native as _native
 from benchmarks.common import head
 from headway.kernels import machine
-from headway.kernels.cpu import NativeKernels, _native
+from headway.kernels.cpu import NativeKernels
 from headway.kernels.draws import Draws
 from headway.kernels.ops import Ops, Value
 from headway.kernels.plan import record
@@ -96,14 +98,14 @@ def products(kernels: NativeKernels, table: Table, n: int, k: int) -> None:
             x, out = rng.standard_normal((rows, k), dtype=F32), np.empty((rows, n), F32)
             some = copies if rows <= 32 else copies[:2]
 
-            def run(some: list[int] = some, x: NDArray[np.float32] = x, out: NDArray[np.float32] = out) -> None:
-                for weight in some:
-                    program.linear(weight, x, out)
-
+            run = partial(_multiply, program, some, x, out)
             many = len(some)
-            table.row(
-                f"{name}, {n} x {k}, rows {rows}, x {many}", run, size * many, 2.0 * n * k * rows * many
-            )
+            table.row(f"{name}, {n} x {k}, rows {rows}, x {many}", run, size * many, 2.0 * n * k * rows * many)
+
+
+def _multiply(program: _native.Program, weights: list[int], x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    for weight in weights:
+        program.linear(weight, x, out)
 
 
 def attention(kernels: NativeKernels, table: Table, heads: int, kv_heads: int, width: int) -> None:
@@ -118,10 +120,11 @@ def attention(kernels: NativeKernels, table: Table, heads: int, kv_heads: int, w
             x = ops.add(x, ops.attend(x, k, k, layer=layer, scale=width**-0.5, **shape))
         return ops.head(x, "head", width=16)
 
+    from tests.kernels.support import ArrayTensor
+
     from headway.engine.runner import pack
     from headway.engine.work import Work
     from headway.kernels.cpu import _Program
-    from tests.kernels.support import ArrayTensor
 
     rng = np.random.default_rng(2)
     shapes = {"table": (64, heads * width), "k": (kv_heads * width, heads * width), "head": (16, heads * width)}
@@ -130,10 +133,18 @@ def attention(kernels: NativeKernels, table: Table, heads: int, kv_heads: int, w
     program = kernels.compile(record(model), weights.__getitem__, n_blocks=blocks, block_tokens=32)
     assert isinstance(program, _Program)
     bytes_of = kernels.block_bytes(record(model).kv, 32) / 32
-    for batch, context, chunk in ((1, 512, 1), (16, 512, 1), (1, 4096, 1), (1, 512, 512), (1, 2048, 256), (1, 4096, 256)):
+    for batch, context, chunk in (
+        (1, 512, 1),
+        (16, 512, 1),
+        (1, 4096, 1),
+        (1, 512, 512),
+        (1, 2048, 256),
+        (1, 4096, 256),
+    ):
         per = -(-context // 32)
         work = [
-            Work([1] * chunk, context - chunk, range(i * per, (i + 1) * per), 0) for i in range(min(batch, blocks // per))
+            Work([1] * chunk, context - chunk, range(i * per, (i + 1) * per), 0)
+            for i in range(min(batch, blocks // per))
         ]
         packed = pack(work, 32)
         program.set_profile(True)
@@ -175,10 +186,8 @@ def draws(kernels: NativeKernels, table: Table) -> None:
         "top_p 0.95": draw(0.8, 0, 0.95),
         "top_k 50, top_p 0.95": draw(0.8, 50, 0.95),
     }.items():
-        settings = (d.rows, d.temperature, d.top_k, d.top_p, d.min_p, d.u)
-        table.row(
-            f"draw 16 of 151,936, {name}", lambda s=settings: program.draw(logits, *s, tokens), logits.nbytes, 0.0
-        )
+        run = partial(program.draw, logits, d.rows, d.temperature, d.top_k, d.top_p, d.min_p, d.u, tokens)
+        table.row(f"draw 16 of 151,936, {name}", run, logits.nbytes, 0.0)
 
 
 def main() -> None:

@@ -97,7 +97,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     hub_offline: bool
     """HF_HUB_OFFLINE: never ask a hub."""
     isa: str = ""
-    """HEADWAY_ISA: native kernels' instruction set (amx, avx512, avx2_vnni, avx2, neon_i8mm, neon, scalar); by default the best."""
+    """HEADWAY_ISA: native kernels' instruction set (amx, avx512, avx2_vnni, avx2, neon_i8mm, neon, scalar); by default
+    the best here."""
 
 
 def environment(environ: Mapping[str, str] | None = None) -> Environment:

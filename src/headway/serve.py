@@ -111,9 +111,7 @@ async def _serve(config: Config, path: Path, listener: socket.socket) -> int:
     return 0
 
 
-def _http(
-    host: EngineHost, config: Config, clock: MonotonicClock, metrics: Metrics
-) -> tuple[Gateway, uvicorn.Server]:
+def _http(host: EngineHost, config: Config, clock: MonotonicClock, metrics: Metrics) -> tuple[Gateway, uvicorn.Server]:
     import uvicorn
 
     from headway.gateway.app import Gateway

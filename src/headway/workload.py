@@ -56,7 +56,7 @@ class EngineWorkload:
         """Return the seconds of each of a few greedy decode steps in a row."""
         blocks = -(-(context + DECODE_STEPS) // self._runner.block_tokens)
         tables = [self._table(sequence, blocks) for sequence in range(batch)]
-        tokens = self._rng.integers(0, self._runner.vocabulary, size=batch)
+        tokens = self._rng.integers(0, self._runner.vocabulary, size=batch).astype(np.int32)
         greedy = Draws(
             rows=np.arange(batch, dtype=np.int32),
             temperature=np.zeros(batch, np.float32),

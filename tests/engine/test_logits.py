@@ -3,8 +3,9 @@ import time
 import numpy as np
 import pytest
 
-from headway.engine.logits import History, adjust, adjusts, penalised, sane
+from headway.engine.logits import History, adjust, adjusts, penalised
 from headway.engine.sequence import Sequence
+from headway.kernels.draws import sane
 from headway.types import Params
 from tests.engine.test_sequence import first
 

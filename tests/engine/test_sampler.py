@@ -280,7 +280,14 @@ def test_tokens_of_a_step_are_drawn_from_what_its_head_left() -> None:
     program = native()
     work = [Work([token, 5, 7], 0, [block], 3) for block, token in enumerate((3, 9))]
     logits = program.run(pack(work, 16))
-    params = [Params(temperature=0.0), Params(), Params(top_k=3), Params(top_p=0.9), Params(min_p=0.2), Params(top_k=200)]
+    params = [
+        Params(temperature=0.0),
+        Params(),
+        Params(top_k=3),
+        Params(top_p=0.9),
+        Params(min_p=0.2),
+        Params(top_k=200),
+    ]
     rows = [sequence(one, seed=seed) for seed, one in enumerate(params)]
 
     def check(logits: Floats) -> list[int]:

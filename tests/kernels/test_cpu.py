@@ -483,7 +483,7 @@ def test_an_unknown_instruction_set_names_those_that_run_here() -> None:
 @pytest.mark.parametrize("shapes", [(1,), (16,), (37,), (20, 4, 13)])
 def test_a_files_blocks_become_the_weight_that_their_codes_and_scales_make(name: str, shapes: tuple[int, ...]) -> None:
     """Unpacked by the library, in one pass, or by NumPy first: the same bits; parts lie one after another."""
-    from headway.kernels.cpu import _native
+    import headway.kernels.cpu._native as _native
 
     columns, rows = 512, sum(shapes)
     parts = [weight_of(name, count, columns, seed=count) for count in shapes]

@@ -22,7 +22,8 @@ if not has_native():
 
 import headway.kernels.cpu._native as native
 
-Op, Before = native.Op, native.Before
+Op = native.Op
+Before = native.Before
 F32, U8, I32 = np.float32, np.uint8, np.int32
 WIDTH, WORDS, BLOCKS, BLOCK_TOKENS = 32, 50, 6, 16
 
@@ -148,7 +149,11 @@ BAD_NODES: dict[str, tuple[Op, list[tuple[int, int]], tuple[int, int], int, dict
     "a norm before a sum": (Op.add, [(0, 0)] * 2, (0, 0), WIDTH, {"before": Before.norm, "norm": 0}),
     "no norm before a product": (Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "before": Before.norm}),
     "a wrong norm before a product": (
-        Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "before": Before.norm, "norm": 1},
+        Op.linear,
+        [(0, 0)],
+        (2, 0),
+        WORDS,
+        {"weight": 0, "before": Before.norm, "norm": 1},
     ),
     "a gate of one": (Op.linear, [(0, 0)], (2, 0), WORDS, {"weight": 0, "before": Before.gate}),
     "a gate before the head": (Op.head, [(0, 0)] * 2, (2, 0), WORDS, {"weight": 0, "before": Before.gate}),
@@ -161,10 +166,18 @@ BAD_NODES: dict[str, tuple[Op, list[tuple[int, int]], tuple[int, int], int, dict
     "a rope of another width": (Op.rope, [(0, 0)], (1, 0), 16, {"ropes": (0, -1)}),
     "an unknown rope": (Op.rope, [(0, 0)], (1, 0), WIDTH, {"ropes": (3, -1)}),
     "an unknown rope of keys": (
-        Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [1, 1, WIDTH, 0], "ropes": (0, 2)},
+        Op.attend,
+        [(0, 0)] * 3,
+        (1, 0),
+        WIDTH,
+        {"shape": [1, 1, WIDTH, 0], "ropes": (0, 2)},
     ),
     "a rope of queries of another width": (
-        Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [1, 1, WIDTH, 0], "ropes": (1, -1)},
+        Op.attend,
+        [(0, 0)] * 3,
+        (1, 0),
+        WIDTH,
+        {"shape": [1, 1, WIDTH, 0], "ropes": (1, -1)},
     ),
     "an unknown layer": (Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [1, 1, WIDTH, 0], "layer": 1}),
     "other KV heads than the cache": (Op.attend, [(0, 0)] * 3, (1, 0), WIDTH, {"shape": [2, 2, 16, 0]}),

@@ -13,7 +13,6 @@ from collections import deque
 
 from headway.config import EngineConfig
 from headway.engine.blocks import BlockPool
-from headway.engine.logits import Floats
 from headway.engine.messages import (
     Abort,
     AbortWaiting,
@@ -39,6 +38,7 @@ from headway.errors import (
     Overloaded,
     RequestTimeout,
 )
+from headway.kernels.draws import Floats
 from headway.telemetry.clock import Clock
 from headway.types import Finish, Load
 

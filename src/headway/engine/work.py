@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from headway.kernels.draws import Draws, Floats
 
 
 class Work(NamedTuple):
@@ -41,4 +43,9 @@ class Runner(Protocol):
 
     def run(self, work: Sequence[Work]) -> NDArray[np.float32]:
         """Return logits [sum of ``logits``, vocabulary], rows in the order of ``work``; valid until the next call."""
+        ...
+
+    @property
+    def draw(self) -> Callable[[Floats, Draws], NDArray[np.int32]]:
+        """Returns one token for each draw, from rows of logits."""
         ...

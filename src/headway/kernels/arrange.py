@@ -100,7 +100,7 @@ def fuse(groups: Sequence[Group]) -> list[Group]:
         before = [groups[maker(value)].calls[0] for value in call.inputs if alone(value)]
         match call.op:
             case "linear" | "head":
-                taken = [one for one in before if one.op == "gate" and call.op == "linear" or _norm_of_row(one)]
+                taken = [one for one in before if (one.op == "gate" and call.op == "linear") or _norm_of_row(one)]
             case "attend":
                 taken = [one for one in before if one.op == "rope"]
             case "add":

@@ -120,9 +120,7 @@ class _Program:
     def draw(self, logits: Float32, draws: Draws) -> Int32:
         """Draw on the thread pool; the head has left the largest logit of each span of its rows."""
         tokens = np.empty(len(draws.rows), np.int32)
-        self.native.draw(
-            logits, draws.rows, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.u, tokens
-        )
+        self.native.draw(logits, draws.rows, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.u, tokens)
         return tokens
 
     def limits(self) -> Limits:
@@ -144,8 +142,7 @@ class _Program:
             [(group.calls, self._places[group.output], joined)]
             if joined is not None
             else [
-                ((call,), self._places[call.output.index], self._weights.alone(call.weights[0]))
-                for call in group.calls
+                ((call,), self._places[call.output.index], self._weights.alone(call.weights[0])) for call in group.calls
             ]
         )
         for some, place, weight in parts:

@@ -55,7 +55,7 @@ class SafetensorsTensor:
 
     def blocks(self) -> None:
         """Return None: every kind is dense."""
-        return None
+        return
 
 
 class HuggingFaceCheckpoint:
