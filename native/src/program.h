@@ -99,6 +99,8 @@ class Program {
     int add_rope(int half, const float* inverse_frequencies, float factor);
     // All of these throw std::invalid_argument, and change nothing, where a size or an index does not fit.
     void set_buffers(std::vector<int32_t> widths);
+    // Whether rows of long chunks take the fast way; false where the kernels have none, or none is wanted.
+    bool set_fast(bool wanted) { return fast_ = wanted && kernels_.linear_fast; }
     void add_node(const Node& node);
 
     void run(const Batch& batch, float* logits);
@@ -142,6 +144,10 @@ class Program {
     void product(const Node& node, int rows, const int32_t* picked, float* out, int64_t stride);
     void product(const Weight& w, const Rows& x, int rows, float* out, int64_t stride, const Summands& more,
                  bool head = false);
+    void fast_product(const Weight& w, const Rows& x, int first, int rows, float* out, int64_t stride, const Summands& more);
+    int first_fast(const Batch& batch) const;
+    template <typename Task>
+    void over_strips(const Weight& w, int rows, bool head, const Task& task);
     void find_maxima(const float* logits, int rows, int64_t stride, int first, int last, int from_row);
     void rotate(int rope, int row, const float* x, float* out, int heads, int width) const;
     void attend(const Node& node, const Batch& batch);
@@ -177,7 +183,7 @@ class Program {
     std::vector<int32_t> widths_;
     std::vector<std::vector<float>> buffers_;
     std::vector<Node> nodes_;
-    std::vector<int8_t> codes_;
+    std::vector<int8_t> codes_, planes_;
     std::vector<uint16_t> halves_;
     std::vector<float> scales_, weighted_, made_, queries_, keys_, part_values_;
     std::vector<int32_t> zeros_, owners_;
@@ -186,6 +192,8 @@ class Program {
     const float* maxima_of_ = nullptr;  // the logits that they belong to
     std::vector<Scratch> scratch_;
     int reserved_ = 0;
+    bool fast_ = false;
+    int first_fast_ = INT_MAX;  // of this step's rows: they and those that follow take the fast way
     int64_t weight_bytes_ = 0;
     std::mutex busy_;
     bool profiling_ = false;

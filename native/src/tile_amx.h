@@ -42,6 +42,17 @@ static void soft_dpbsud(int sums, int a, int b) {
                 memcpy(soft.data[sums][m] + 4 * n, &sum, 4);
             }
 }
+static void soft_dpbssd(int sums, int a, int b) {
+    for (int m = 0; m < soft.config.rows[sums]; m++)
+        for (int k = 0; k < soft.config.row_bytes[a] / 4; k++)
+            for (int n = 0; n < soft.config.row_bytes[sums] / 4; n++) {
+                int32_t sum;
+                memcpy(&sum, soft.data[sums][m] + 4 * n, 4);
+                for (int i = 0; i < 4; i++)
+                    sum += (int8_t)soft.data[a][m][4 * k + i] * (int8_t)soft.data[b][k][4 * n + i];
+                memcpy(soft.data[sums][m] + 4 * n, &sum, 4);
+            }
+}
 static float soft_bf16(const uint8_t* p) {
     uint16_t half;
     memcpy(&half, p, 2);
@@ -69,6 +80,7 @@ static void soft_dpbf16ps(int sums, int a, int b) {
 #define HW_TILE_LOAD(t, base, stride) soft_load(t, base, stride)
 #define HW_TILE_STORE(t, base, stride) soft_store(t, base, stride)
 #define HW_TILE_DPBSUD(c, a, b) soft_dpbsud(c, a, b)
+#define HW_TILE_DPBSSD(c, a, b) soft_dpbssd(c, a, b)
 #define HW_TILE_DPBF16PS(c, a, b) soft_dpbf16ps(c, a, b)
 #else
 HW_FN void load_config(const TileConfig& config) {
@@ -82,6 +94,7 @@ HW_FN void load_config(const TileConfig& config) {
 #define HW_TILE_LOAD(t, base, stride) _tile_loadd(t, base, stride)
 #define HW_TILE_STORE(t, base, stride) _tile_stored(t, base, stride)
 #define HW_TILE_DPBSUD(c, a, b) _tile_dpbsud(c, a, b)
+#define HW_TILE_DPBSSD(c, a, b) _tile_dpbssd(c, a, b)
 #define HW_TILE_DPBF16PS(c, a, b) _tile_dpbf16ps(c, a, b)
 #endif
 
@@ -179,6 +192,120 @@ HW_FN void tiles(const Weight& w, const uint8_t* p, const Quantized& x, int row,
                                 FOUR ? plain : group_bytes, first + packed, group_bytes, bytes, sums[t * TILE_ROWS]);
     }
     for (int m = 0; m < rows; m++) put(load(sums[m]), out + m * stride, more, m, channels);
+}
+
+// ---- the fast way for many rows --------------------------------------------------------------------------------
+
+void split(const float* x, int k, const Planes& out, int row) {
+    int8_t *high = out.high + (int64_t)row * k, *low = out.low + (int64_t)row * k;
+    float* scales = out.scales + (int64_t)row * fast_blocks(k);
+    for (int from = 0; from < k; from += FAST_BLOCK) {
+        const int to = from + FAST_BLOCK < k ? from + FAST_BLOCK : k;
+        float amax;
+        const bool finite = largest_size(x + from, to - from, &amax);
+        constexpr float MOST = 127.0f * 256.0f;
+        scales[from / FAST_BLOCK] = finite ? amax / MOST : __builtin_nanf("");
+        const vf inverse = set1(finite && amax > 1e-36f ? MOST / amax : 0.0f);
+        for (int i = from; i < to; i += LANES) {
+            vi q{};
+            if (finite) q = round_to_int(load(x + i) * inverse);
+            const vi rest = ((q + set1i(128)) & set1i(255)) - set1i(128);
+            store_bytes(low + i, rest);
+            store_bytes(high + i, (q - rest) >> 8);
+        }
+    }
+}
+
+// Some groups of a strip as floats, [k][channels].
+template <bool FOUR>
+HW_FN void strip_values(const Weight& w, const uint8_t* p, int groups, float* out) {
+    const vi byte = set1i(255), zero = set1i(w.zero);
+    for (int g = 0; g < groups; g++) {
+        const uint8_t* fine = p + (int64_t)w.group * STRIP / (FOUR ? 2 : 1);
+        const vf scale = load_half((const uint16_t*)fine);
+        vf minimum{};
+        if (w.has_min) minimum = load_half((const uint16_t*)fine + STRIP);
+        for (int i = 0; i < w.group; i += FOUR ? 8 : 4, p += 64) {
+            const vb line = load_line(p);
+            for (int half = 0; half < (FOUR ? 2 : 1); half++) {
+                const vi codes = (vi)(FOUR ? (half ? (vb)((vi)line >> 4) : line) & (uint8_t)15 : line);
+                for (int j = 0; j < 4; j++, out += LANES)
+                    store(out, fma(to_float((codes >> 8 * j & byte) - zero), scale, minimum));
+            }
+        }
+        p = fine + (w.has_min ? 4 : 2) * STRIP;
+    }
+}
+
+// Floats [k][channels] to signed bytes as tiles have them, with a scale for each channel.
+HW_FN vf round_again(const float* values, int k, uint8_t* codes) {
+    vf most{};
+    for (int i = 0; i < k; i++) {
+        const vf v = load(values + i * LANES);
+        most = max(most, max(v, -v));
+    }
+    // A channel of nothing stays nothing; one of infinities is no number, as in the exact way.
+    const vf inverse = zero_where_equal(set1(127.0f) / most, most, vf{});
+    for (int i = 0; i < k; i += 4, codes += 64) {
+        vi four{};
+        for (int j = 0; j < 4; j++)
+            four = four | (round_to_int(load(values + (i + j) * LANES) * inverse) & set1i(255)) << 8 * j;
+        memcpy(codes, &four, 64);
+    }
+    return most / set1(127.0f);
+}
+
+constexpr int FAST_ROW_BLOCK = 256;
+
+void linear_fast(const Weight& w, int first, int last, const Planes& x, int rows, float* out, int64_t stride,
+                 const Summands& all) {
+    configure_tiles(FAST_K);
+    const int blocks = fast_blocks(w.k);
+    alignas(64) float values[FAST_BLOCK * LANES], sums[FAST_ROW_BLOCK + TILE_ROWS][LANES];
+    alignas(64) uint8_t codes[FAST_BLOCK * STRIP];
+    alignas(64) int32_t dots[2][TILE_ROWS * LANES];
+    for (int from = 0; from < rows; from += FAST_ROW_BLOCK) {
+        const int count = rows - from < FAST_ROW_BLOCK ? rows - from : FAST_ROW_BLOCK;
+        for (int s = first; s < last; s++) {
+            const uint8_t* p = w.data + s * w.strip_bytes;
+            for (int m = 0; m < count; m++) store(sums[m], vf{});
+            for (int block = 0; block < blocks; block++) {
+                const int k = block * FAST_BLOCK, size = w.k - k < FAST_BLOCK ? w.k - k : FAST_BLOCK;
+                const uint8_t* groups = p + k / w.group * w.group_bytes();
+                if (w.kind == Kind::q4)
+                    strip_values<true>(w, groups, size / w.group, values);
+                else
+                    strip_values<false>(w, groups, size / w.group, values);
+                const vf scale = round_again(values, size, codes) * set1(w.rescale);
+                for (int tile = 0; tile < count; tile += TILE_ROWS) {
+                    const int64_t row = from + tile;
+                    HW_TILE_ZERO(0);
+                    HW_TILE_ZERO(1);
+                    for (int i = 0; i < size; i += FAST_K) {
+                        HW_TILE_LOAD(4, codes + i * STRIP, 64);
+                        HW_TILE_LOAD(2, x.high + row * w.k + k + i, w.k);
+                        HW_TILE_DPBSSD(0, 2, 4);
+                        HW_TILE_LOAD(3, x.low + row * w.k + k + i, w.k);
+                        HW_TILE_DPBSSD(1, 3, 4);
+                    }
+                    HW_TILE_STORE(0, dots[0], 64);
+                    HW_TILE_STORE(1, dots[1], 64);
+                    for (int m = 0; m < TILE_ROWS && tile + m < count; m++) {
+                        vi high, low;
+                        memcpy(&high, dots[0] + m * LANES, 64), memcpy(&low, dots[1] + m * LANES, 64);
+                        const vf dot = fma(to_float(high), set1(256.0f), to_float(low));
+                        const vf scaled = dot * set1(x.scales[(row + m) * blocks + block]);
+                        store(sums[tile + m], fma(scaled, scale, load(sums[tile + m])));
+                    }
+                }
+            }
+            const int channels = w.n - s * STRIP < STRIP ? w.n - s * STRIP : STRIP;
+            const Summands more = of_strip(all, s);
+            for (int m = 0; m < count; m++)
+                put(load(sums[m]), out + (from + m) * stride + s * STRIP, more, from + m, channels);
+        }
+    }
+    HW_TILE_RELEASE();
 }
 
 // ---- bfloat16 by pairs of k ------------------------------------------------------------------------------------

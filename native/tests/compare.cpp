@@ -5,6 +5,7 @@
 #include <cstring>
 #include <random>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "../src/program.h"
@@ -126,6 +127,36 @@ void pairs(const Kernels& kernels) {
     same(std::string(kernels.name) + " embed pairs", row, other);
 }
 
+// The fast way: near the exact one, and the same bits for a row in any company.
+void fast(const Kernels& kernels) {
+    if (!kernels.linear_fast) return;
+    const int n = 37, k = 576, most = 300;
+    const std::vector<float> x = normal((size_t)most * k);
+    for (const auto& [bits, group, minimum] : {std::tuple{4, 32, true}, {4, 64, false}, {8, 16, false}, {8, 64, true}}) {
+        std::vector<uint8_t> codes((size_t)n * k);
+        for (uint8_t& code : codes) code = (uint8_t)(rng() % (1u << bits));
+        std::vector<float> scale = normal((size_t)n * k / group), low = normal(scale.size());
+        Program exact(kernels, 1, 1, 1, 16, 1, 16, 16), ours(kernels, 1, 1, 1, 16, 1, 16, 16);
+        for (Program* program : {&exact, &ours})
+            program->add_quantized(n, k, group, bits, minimum ? 0 : 1 << (bits - 1), codes.data(), scale.data(),
+                                   minimum ? low.data() : nullptr);
+        ours.set_fast(true);
+        std::vector<float> wanted((size_t)most * n), found(wanted.size());
+        exact.linear(0, x.data(), most, wanted.data());
+        ours.linear(0, x.data(), most, found.data());
+        double error = 0, size = 0;
+        for (size_t i = 0; i < found.size(); i++) error += std::pow(found[i] - wanted[i], 2), size += std::pow(wanted[i], 2);
+        if (!(error > 0 && error < 4e-4 * size))
+            std::printf("%s fast q%d is %g from the exact result\n", kernels.name, bits, std::sqrt(error / size)), failures++;
+        for (int rows : {32, 33, 47, 255, 257}) {
+            std::vector<float> some((size_t)rows * n);
+            ours.linear(0, x.data(), rows, some.data());
+            same(std::string(kernels.name) + " fast rows " + std::to_string(rows), some,
+                 std::vector<float>(found.begin(), found.begin() + (long)some.size()));
+        }
+    }
+}
+
 void rows(const Kernels& kernels) {
     for (int width : {16, 33, 64, 100}) {
         const std::vector<float> a = normal((size_t)3 * width), b = normal(a.size());
@@ -191,7 +222,7 @@ int main() {
     if (!agree(amx_emulated_kernels, scalar_kernels)) std::printf("the check of AMX fails\n"), failures++;
 #endif
     for (const Kernels* kernels : all) {
-        linears(*kernels), pairs(*kernels), rows(*kernels), attention(*kernels);
+        linears(*kernels), pairs(*kernels), fast(*kernels), rows(*kernels), attention(*kernels);
         std::printf("%s: %s\n", kernels->name, failures ? "differs" : "the scalar kernels' bits");
     }
     return failures != 0;

@@ -74,6 +74,12 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dtype", choices=("bf16", "int8"), help="how the native kernels keep K and V (default: bf16)"
     )
+    parser.add_argument(
+        "--weights", choices=("file", "int8", "int4"), help="round the weights as they are loaded (default: file)"
+    )
+    parser.add_argument(
+        "--prefill", choices=("exact", "fast"), help="fast trades exact repetition for speed on AMX (default: exact)"
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,6 +169,8 @@ def _settings(args: argparse.Namespace) -> Config:
             "engine.threads": args.threads,
             "engine.kv_memory": args.kv_memory,
             "engine.kv_dtype": args.kv_dtype,
+            "engine.weights": args.weights,
+            "engine.prefill": args.prefill,
         },
     )
 

@@ -29,6 +29,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: Literal["bf16", "int8"] = "bf16"
     """How the native kernels keep K and V; int8 halves the memory, at a loss that depends on the model
     (docs/performance.md)."""
+    weights: Literal["file", "int8", "int4"] = "file"
+    """Rounds the weights to nearest as they are loaded, in groups of 128 where they divide; int4 leaves the embedding
+    and the head in int8. By default they stay as the file has them."""
+    prefill: Literal["exact", "fast"] = "exact"
+    """How prompts are read. Fast rounds the weights again where that saves time (AMX only): results then depend on how
+    a prompt is cut, and on what of it was cached."""
     block_tokens: Positive = 32
     """Tokens in a KV block."""
     context_tokens: Positive | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from headway.kernels.reference import ReferenceKernels
 from headway.kernels.tensor import Affine, Float32, Tensor
 from headway.models.checkpoint.gguf import GGUFTensor
 from headway.models.checkpoint.gguf_types import TYPES
-from tests.kernels.support import AffineTensor, batch_of, compile_model, dense_attention, run_op
+from headway.models.checkpoint.rounded import rounded
+from tests.kernels.support import AffineTensor, ArrayTensor, batch_of, compile_model, dense_attention, run_op
 from tests.models.checkpoint.test_gguf_types import QUANTIZED, quantized
 
 if not has_native():
@@ -513,3 +514,35 @@ def test_a_files_blocks_become_the_weight_that_their_codes_and_scales_make(name:
     np.testing.assert_array_equal(rebuilt, wanted)
     assert np.isfinite(wanted).all()
     assert wanted.std() > 0
+
+
+def test_a_fast_prefill_is_said_to_be_exact_where_no_kernel_is_faster(caplog: pytest.LogCaptureFixture) -> None:
+    weights = {"table": normal(20, 16), "w": normal(16, 16)}
+
+    def model(ops: Ops) -> Value:
+        x = ops.embed("table", width=16)
+        x = ops.attend(x, x, x, layer=0, heads=1, kv_heads=1, head_width=16, scale=1.0)
+        return ops.head(ops.linear(x, "w", width=16), "table", width=20)
+
+    for prefill, warned in (("exact", False), ("fast", True)):
+        kernels = NativeKernels(1, "scalar", prefill=cast("Any", prefill))
+        compile_model(kernels, model, weights, n_blocks=2, block_tokens=16)
+        assert ("on scalar prefill is exact" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("kind", ["int4-g128", "int4-g32", "int8-g64"])
+def test_memory_of_rounded_weights_is_what_they_take(kind: str) -> None:
+    bits, group = kind[3:].split("-g")
+    tensor = rounded(ArrayTensor("w", normal(50, int(group) * 3)), cast("Any", int(bits)))
+    weights: dict[str, Any] = {"table": tensor, "w": normal(16, tensor.shape[1])}
+
+    def model(ops: Ops) -> Value:
+        x = ops.linear(ops.embed("table", width=tensor.shape[1]), "w", width=16)
+        return ops.head(ops.attend(x, x, x, layer=0, heads=1, kv_heads=1, head_width=16, scale=1.0), "h", width=20)
+
+    weights["h"] = normal(20, 16)
+    kernels = NativeKernels(1, "scalar")
+    program = compile_model(kernels, model, weights, n_blocks=2, block_tokens=16)
+    assert tensor.kind == kind
+    rest = kernels.weight_bytes([ArrayTensor("", cast("Any", weights[name])) for name in ("w", "h")])
+    assert cast("Any", program).native.weight_bytes == kernels.weight_bytes([tensor]) + rest

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -14,11 +15,12 @@ from headway.engine.work import Work
 from headway.errors import ConfigError
 from headway.kernels import machine, pick_kernels
 from headway.kernels.draws import Draws
-from headway.kernels.ops import Batch, Int32, Kernels, Program
+from headway.kernels.ops import Batch, Int32, Kernels, Plan, Program
 from headway.kernels.plan import record
-from headway.kernels.tensor import Float32
+from headway.kernels.tensor import Float32, Tensor
 from headway.models import load
 from headway.models.checkpoint import Checkpoint
+from headway.models.checkpoint.rounded import Bits, rounded
 
 _log = logging.getLogger("headway.engine")
 
@@ -155,13 +157,14 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
     config = checkpoint.config
     model = load(config.architecture)
     plan = record(lambda ops: model.forward(ops, config))
-    kernels = pick_kernels(settings.kernels, settings.threads, environment().isa, settings.kv_dtype)
+    kernels = pick_kernels(settings.kernels, settings.threads, environment().isa, settings.kv_dtype, settings.prefill)
     refused = kernels.refuses(plan, settings.block_tokens)
     if refused and settings.kernels == "auto":
         _log.warning("%s; running on the reference kernels, which are slow", refused)
         kernels = pick_kernels("reference", settings.threads, kv_dtype=settings.kv_dtype)
     elif refused:
         raise ConfigError(refused)
+    tensor = _weights(checkpoint, plan, settings.weights)
     context = settings.context_tokens or config.context
     if context > config.context:
         raise ConfigError(
@@ -170,7 +173,7 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
     if n_blocks is None:
         size = PoolSize(
             available=machine.available_memory(),
-            weights=kernels.weight_bytes(checkpoint.tensor(name) for name in plan.weights()),
+            weights=kernels.weight_bytes(tensor(name) for name in plan.weights()),
             block=kernels.block_bytes(plan.kv, settings.block_tokens),
             block_tokens=settings.block_tokens,
             context=context,
@@ -180,11 +183,11 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
     read = dict.fromkeys(name for call in plan.calls if call.op in ("linear", "head") for name in call.weights)
     linear = (name for call in plan.calls if call.op == "linear" for name in call.weights)
     cost = Cost(
-        read_bytes=kernels.weight_bytes(checkpoint.tensor(name) for name in read),
+        read_bytes=kernels.weight_bytes(tensor(name) for name in read),
         kv_token_bytes=kernels.block_bytes(plan.kv, settings.block_tokens) // settings.block_tokens,
-        linear_parameters=sum(math.prod(checkpoint.tensor(name).shape) for name in linear),
+        linear_parameters=sum(math.prod(tensor(name).shape) for name in linear),
     )
-    program = kernels.compile(plan, checkpoint.tensor, n_blocks=n_blocks, block_tokens=settings.block_tokens)
+    program = kernels.compile(plan, tensor, n_blocks=n_blocks, block_tokens=settings.block_tokens)
     checkpoint.forget()  # the kernels have the weights in their own layout
     return Runner(
         program,
@@ -195,6 +198,23 @@ def load_runner(checkpoint: Checkpoint, settings: EngineConfig | None = None, *,
         kernels=kernels,
         cost=cost,
     )
+
+
+def _weights(checkpoint: Checkpoint, plan: Plan, kind: Literal["file", "int8", "int4"]) -> Callable[[str], Tensor]:
+    """Return what reads a weight as it is to be run."""
+    if kind == "file":
+        return checkpoint.tensor
+    outer = {call.weights[0] for call in plan.calls if call.op in ("embed", "head")}
+    inner = {call.weights[0] for call in plan.calls if call.op == "linear"}
+    bits: Bits = 4 if kind == "int4" else 8
+
+    def tensor(name: str) -> Tensor:
+        found = checkpoint.tensor(name)
+        if name in outer:
+            return rounded(found, 8)
+        return rounded(found, bits) if name in inner else found
+
+    return tensor
 
 
 def _mib(size: int) -> str:

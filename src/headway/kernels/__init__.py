@@ -9,9 +9,16 @@ from headway.errors import ConfigError
 from headway.kernels import machine
 from headway.kernels.ops import Kernels
 
+KVType = Literal["bf16", "int8"]
+Prefill = Literal["exact", "fast"]
+
 
 def pick_kernels(
-    name: str, threads: int | None = None, isa: str = "", kv_dtype: Literal["bf16", "int8"] = "bf16"
+    name: str,
+    threads: int | None = None,
+    isa: str = "",
+    kv_dtype: KVType = "bf16",
+    prefill: Prefill = "exact",
 ) -> Kernels:
     """Return an implementation: ``auto`` is the fastest here; raises ConfigError when the named one is missing.
 
@@ -23,7 +30,7 @@ def pick_kernels(
         threads = machine.usable_threads().value
     match name:
         case "auto":
-            return _native(threads, isa, kv_dtype) if has_native() else _reference(threads, kv_dtype)
+            return _native(threads, isa, kv_dtype, prefill) if has_native() else _reference(threads, kv_dtype)
         case "reference":
             return _reference(threads, kv_dtype)
         case "cpu":
@@ -32,7 +39,7 @@ def pick_kernels(
                     "engine.kernels is 'cpu', but this installation has no native library (it was built with"
                     " HEADWAY_NATIVE=0); install it again with a C++ compiler, or use 'reference' (NumPy)"
                 )
-            return _native(threads, isa, kv_dtype)
+            return _native(threads, isa, kv_dtype, prefill)
         case "cuda":
             raise ConfigError(
                 "engine.kernels is 'cuda', but this build has no CUDA kernels; use 'auto', 'cpu' or 'reference' (NumPy)"
@@ -52,10 +59,10 @@ def has_native() -> bool:
     return True
 
 
-def _native(threads: int, isa: str, kv_dtype: Literal["bf16", "int8"]) -> Kernels:
+def _native(threads: int, isa: str, kv_dtype: KVType, prefill: Prefill) -> Kernels:
     from headway.kernels.cpu import NativeKernels
 
-    return NativeKernels(threads, isa, kv_dtype)
+    return NativeKernels(threads, isa, kv_dtype, prefill)
 
 
 def _reference(threads: int, kv_dtype: str) -> Kernels:

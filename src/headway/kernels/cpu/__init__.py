@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from headway.kernels.cpu.weights import Weights, packed_bytes
 from headway.kernels.draws import Draws
 from headway.kernels.ops import Batch, Call, Int32, KVLayout, Limits, Plan, Program, Rope
 from headway.kernels.tensor import Float32, Tensor
+
+_log = logging.getLogger("headway.kernels")
 
 BLOCK_TOKENS = (16, 32, 64, 128)
 WIDEST_HEAD = 256
@@ -30,12 +33,19 @@ class NativeKernels:
 
     name = "cpu"
 
-    def __init__(self, threads: int, isa: str = "", kv_dtype: Literal["bf16", "int8"] = "bf16") -> None:
+    def __init__(
+        self,
+        threads: int,
+        isa: str = "",
+        kv_dtype: Literal["bf16", "int8"] = "bf16",
+        prefill: Literal["exact", "fast"] = "exact",
+    ) -> None:
         known = available()
         if isa and isa not in known:
             raise ConfigError(f"HEADWAY_ISA is {isa!r}; this machine runs {', '.join(known)}")
         self.isa = isa or known[0]
         self.threads = threads
+        self.prefill = prefill
         self.kv_bits = 8 if kv_dtype == "int8" else 16
 
     def block_bytes(self, kv: KVLayout, block_tokens: int) -> int:
@@ -90,6 +100,8 @@ class _Program:
             kv.head_width,
             kernels.kv_bits,
         )
+        if kernels.prefill == "fast" and not self.native.set_fast(True):
+            _log.warning("engine.prefill is 'fast', which needs AMX; on %s prefill is exact", kernels.isa)
         self._weights = Weights(self.native, checked_tensors(plan, weight))
         self._ropes: dict[Rope, int] = {}
         groups = fuse(group_calls(plan))

@@ -110,7 +110,14 @@ def _fits(weight: Affine) -> bool:
 def packed_bytes(tensor: Tensor) -> int:
     """Return the memory that a tensor takes once repacked; rows come in strips of 16."""
     rows, columns = tensor.shape if len(tensor.shape) == 2 else (1, math.prod(tensor.shape))
-    return int(-(-rows // STRIP) * STRIP * columns * _BITS.get(tensor.kind, 32)) // 8
+    return int(-(-rows // STRIP) * STRIP * columns * _bits(tensor.kind)) // 8
+
+
+def _bits(kind: str) -> float:
+    if kind.startswith("int"):  # rounded as it is loaded: "int4-g128" has minima, "int8-g128" has none
+        bits, group = kind[3:].split("-g")
+        return int(bits) + (32 if bits == "4" else 16) / int(group)
+    return _BITS.get(kind, 32)
 
 
 # Codes of 4 or 8 bits, and a half-precision scale (and minimum, where there is one) per group.
