@@ -31,6 +31,8 @@ FOLDER = ROOT / "benchmarks" / ".peers"
 DECODE = [(1, 64), (1, 512), (4, 64), (8, 64), (16, 64), (32, 64), (16, 512)]
 PREFILL = [128, 512, 2048]
 STEPS = 8
+LONGEST_S = 20.0
+"""A case whose prompts take a peer longer is left out for it: the figure would be no surprise."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ def install(name: str) -> None:
         check=True,
         env={**os.environ, **peer.environment},
     )
+    # Built for another PyTorch than the one above, they keep it from being imported; text needs none of them.
+    unwanted = ("torchvision", "torchaudio", "torchcodec")
+    subprocess.run([python_of(name), "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
 
 
 def directory(model: str, path: Path) -> Path:
@@ -105,6 +110,8 @@ class Peer:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.rate = 0.0
+        """Tokens a second of a prompt."""
         hello = self._answer()
         self.version, self.load_s = hello["version"], hello["load_s"]
 
@@ -122,6 +129,10 @@ class Peer:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return float(self._answer()["seconds"])
+
+    def takes(self, prompt_tokens: int) -> bool:
+        """Whether it reads so many tokens in bearable time."""
+        return prompt_tokens / self.rate <= LONGEST_S
 
     def close(self) -> None:
         """End the process."""
@@ -173,19 +184,23 @@ def main() -> None:
     head(f"benchmarks.peers --model {arguments.model} --weights {arguments.weights}", columns)
     load = [f"{llm.started.seconds:.2f} s", *(f"{peer.load_s:.2f} s" for peer in peers), *("" for _ in peers)]
     print(f"| load | {' | '.join(load)} |")
+    for peer in peers:
+        peer.rate = 64 / peer.seconds(kind="prefill", tokens=64)
     for batch, context in DECODE:
         rows: list[list[float]] = [[] for _ in range(1 + len(peers))]
         for _ in range(arguments.repeats):
             rows[0].append(batch / ours.decode_step_s(batch, context))
             for peer, row in zip(peers, rows[1:], strict=True):
-                row.append(batch / peer.seconds(kind="decode", batch=batch, context=context, steps=STEPS))
+                if peer.takes(batch * context):
+                    row.append(batch / peer.seconds(kind="decode", batch=batch, context=context, steps=STEPS))
         show(f"decode, batch {batch}, context {context}", rows)
     for tokens in PREFILL:
         rows = [[] for _ in range(1 + len(peers))]
         for _ in range(arguments.repeats):
             rows[0].append(tokens / ours.prefill_s(tokens))
             for peer, row in zip(peers, rows[1:], strict=True):
-                row.append(tokens / peer.seconds(kind="prefill", tokens=tokens))
+                if peer.takes(tokens):
+                    row.append(tokens / peer.seconds(kind="prefill", tokens=tokens))
         show(f"prefill {tokens}", rows)
     for peer in peers:
         peer.close()
@@ -193,8 +208,11 @@ def main() -> None:
 
 def show(figure: str, rows: list[list[float]]) -> None:
     """Print tokens/s, the first row's ratio to each other, and the spread."""
-    cells = [f"{statistics.median(row):,.0f} ({min(row):,.0f} to {max(row):,.0f})" for row in rows]
+    cells = [f"{statistics.median(row):,.0f} ({min(row):,.0f} to {max(row):,.0f})" if row else "-" for row in rows]
     for row in rows[1:]:
+        if not row:
+            cells.append("-")
+            continue
         ratios = [mine / theirs for mine, theirs in zip(rows[0], row, strict=True)]
         cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     print(f"| {figure}, tokens/s | {' | '.join(cells)} |", flush=True)
