@@ -1,100 +1,52 @@
-"""The engine without HTTP against transformers (float32, PyTorch) on the same weights, interleaved in one run.
+"""The engine without HTTP: decode by batch size, prefill by length, time to ready, memory.
 
-usage: pip install -e '.[bench]'; python -m benchmarks.engine [--model smollm2-135m] [--repeats 5] [--no-peer]
+usage: python -m benchmarks.engine [--model smollm2-135m] [--repeats 5] [--kernels auto] [--weights file]
+Against peers: benchmarks/peers.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from typing import Any
 
 from benchmarks.common import head, row
-from headway.config import environment
 from headway.llm import LLM
-from headway.models.pull import obtain
 from headway.workload import EngineWorkload
 
-DECODE = [(1, 64), (1, 512), (4, 64), (16, 64), (16, 512)]
-PREFILL = [128, 512]
-STEPS = 8
-
-
-class Peer:
-    """transformers on the weights that a GGUF file dequantises to."""
-
-    def __init__(self, model: str) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        path = obtain(model, environment())
-        self._torch = torch
-        began = time.perf_counter()
-        if path.is_file():
-            loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        else:
-            loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self._model: Any = loaded.eval()
-        self.load_s = time.perf_counter() - began
-
-    def prefill_s(self, tokens: int) -> float:
-        """Return the seconds of one forward pass over a prompt."""
-        torch = self._torch
-        ids = torch.randint(0, 1000, (1, tokens))
-        with torch.inference_mode():
-            began = time.perf_counter()
-            self._model(ids, use_cache=True, logits_to_keep=1)
-            return time.perf_counter() - began
-
-    def decode_step_s(self, batch: int, context: int) -> float:
-        """Return the seconds of a decode step, mean of a few."""
-        torch = self._torch
-        ids = torch.randint(0, 1000, (batch, context - 1))
-        with torch.inference_mode():
-            out = self._model(ids, use_cache=True, logits_to_keep=1)
-            last = out.logits[:, -1:].argmax(-1)
-            began = time.perf_counter()
-            for _ in range(STEPS):
-                out = self._model(last, past_key_values=out.past_key_values, use_cache=True)
-                last = out.logits[:, -1:].argmax(-1)
-            return (time.perf_counter() - began) / STEPS
+DECODE = [(1, 64), (1, 512), (4, 64), (8, 64), (16, 64), (32, 64), (16, 512)]
+PREFILL = [128, 512, 2048]
 
 
 def main() -> None:
-    """Print tokens/s of both and the ratio of medians."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Print tokens/s of every case, and their share of what the machine reads or multiplies at most."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--weights", default="file", choices=("file", "int8", "int4"))
     arguments = parser.parse_args()
-    with LLM(arguments.model, prefix_cache=False) as llm:
-        ours = EngineWorkload(llm)
-        peer = None if arguments.no_peer else Peer(arguments.model)
-        head(f"benchmarks.engine --model {arguments.model}")
-        row("load, headway", [llm.started.seconds], "s", digits=2)
-        if peer is not None:
-            row("load, transformers", [peer.load_s], "s", digits=2)
+    with LLM(
+        arguments.model, kernels=arguments.kernels, weights=arguments.weights, kv_memory="2GiB", prefix_cache=False
+    ) as llm:
+        workload = EngineWorkload(llm)
+        facts = workload.facts()
+        head(f"benchmarks.engine --model {arguments.model} --weights {arguments.weights}")
+        row(f"ready ({facts.kernels}, {facts.isa}, {facts.threads} threads)", [facts.ready_s], "s", digits=2)
+        row("resident after loading", [facts.rss_mb], "MB")
+        row("weights that a step reads", [facts.weight_read_bytes / 1e6], "MB")
+        limits = [workload.limits() for _ in range(arguments.repeats)]
+        row("read bandwidth", [read / 1e9 for read, _ in limits], "GB/s", digits=1)
+        read, products = (sorted(values)[len(values) // 2] for values in zip(*limits, strict=True))
         for batch, context in DECODE:
-            mine, theirs = [], []
-            for _ in range(arguments.repeats):
-                mine.append(batch / ours.decode_step_s(batch, context))
-                if peer is not None:
-                    theirs.append(batch / peer.decode_step_s(batch, context))
-            _rows(f"decode, batch {batch}, context {context}", mine, theirs)
+            steps = [workload.decode_step_s(batch, context) for _ in range(arguments.repeats)]
+            row(f"decode, batch {batch}, context {context}", [batch / step for step in steps], "tokens/s", digits=1)
+            if batch == 1:
+                moved = facts.weight_read_bytes + context * facts.kv_token_bytes
+                row("- of the bandwidth", [100 * moved / step / read for step in steps], "%")
         for tokens in PREFILL:
-            mine, theirs = [], []
-            for _ in range(arguments.repeats):
-                mine.append(tokens / ours.prefill_s(tokens))
-                if peer is not None:
-                    theirs.append(tokens / peer.prefill_s(tokens))
-            _rows(f"prefill {tokens}", mine, theirs)
-
-
-def _rows(name: str, mine: list[float], theirs: list[float]) -> None:
-    row(f"{name}: headway, tokens/s", mine, "", digits=1)
-    if theirs:
-        row(f"{name}: transformers float32, tokens/s", theirs, "", digits=1)
-        row(f"{name}: ratio", [a / b for a, b in zip(mine, theirs, strict=True)], "", digits=2)
+            seconds = [workload.prefill_s(tokens) for _ in range(arguments.repeats)]
+            row(f"prefill {tokens}", [tokens / one for one in seconds], "tokens/s", digits=1)
+            row("- of the products", [100 * facts.flops_per_token * tokens / one / products for one in seconds], "%")
+        row("resident at the end", [workload.facts().rss_mb], "MB")
 
 
 if __name__ == "__main__":

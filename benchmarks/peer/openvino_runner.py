@@ -5,6 +5,7 @@ The model is exported once by optimum-intel, beside the directory, and compiled 
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -23,10 +24,12 @@ def export(folder: Path) -> Path:
     if not (out / "openvino_model.xml").exists():
         from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
+        hidden = json.loads((folder / "config.json").read_text())["hidden_size"]
+        group = 128 if hidden % 128 == 0 else 64
         config = (
             OVWeightQuantizationConfig(bits=8)
             if BITS == "int8"
-            else OVWeightQuantizationConfig(bits=4, group_size=128, sym=False)
+            else OVWeightQuantizationConfig(bits=4, group_size=group, sym=False)
         )
         OVModelForCausalLM.from_pretrained(
             folder, export=True, quantization_config=config, compile=False

@@ -83,6 +83,7 @@ static void soft_dpbf16ps(int sums, int a, int b) {
 #define HW_TILE_DPBSSD(c, a, b) soft_dpbssd(c, a, b)
 #define HW_TILE_DPBF16PS(c, a, b) soft_dpbf16ps(c, a, b)
 #else
+HW_FN void barrier() { asm volatile("" ::: "memory"); }
 HW_FN void load_config(const TileConfig& config) {
     // GCC 12 believes that only 8 bytes are read, and drops stores to the others.
     asm volatile("" ::"m"(config) : "memory");
@@ -91,7 +92,12 @@ HW_FN void load_config(const TileConfig& config) {
 #define HW_TILE_CONFIG(config) load_config(config)
 #define HW_TILE_RELEASE() _tile_release()
 #define HW_TILE_ZERO(t) _tile_zero(t)
-#define HW_TILE_LOAD(t, base, stride) _tile_loadd(t, base, stride)
+// GCC's intrinsic does not say that it reads memory: what was stored there before might come later, or never.
+#define HW_TILE_LOAD(t, base, stride)       \
+    do {                                     \
+        barrier();                           \
+        _tile_loadd(t, base, stride);        \
+    } while (0)
 #define HW_TILE_STORE(t, base, stride) _tile_stored(t, base, stride)
 #define HW_TILE_DPBSUD(c, a, b) _tile_dpbsud(c, a, b)
 #define HW_TILE_DPBSSD(c, a, b) _tile_dpbssd(c, a, b)

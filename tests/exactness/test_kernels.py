@@ -168,3 +168,14 @@ def test_the_same_model_on_the_reference_is_near() -> None:
         found = alone(architecture, available()[0], token_ids)
         error = np.sqrt(np.mean((found - wanted) ** 2)) / wanted.std()
         assert error < 0.03, "int8 activations move logits by about a hundredth of their spread"
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
+def test_fusing_ops_changes_no_bit(architecture: str, kv_dtype: KVType, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = text(150, 11)
+    fused = alone(architecture, "scalar", token_ids, kv_dtype)
+    monkeypatch.setattr("headway.kernels.cpu.fuse", list)
+    plain = program.__wrapped__(architecture, "scalar", 1, kv_dtype)
+    work = Work(token_ids, 0, range(10), len(token_ids))
+    np.testing.assert_array_equal(plain.run(pack([work], BLOCK_TOKENS)), fused)
