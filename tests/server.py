@@ -64,8 +64,9 @@ class Server:
 
 
 def environ() -> dict[str, str]:
-    """Return an environment in which the package is found from any folder."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """Return an environment in which the package is found from any folder, and Python buffers as it does by default."""
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return {**plain, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from headway import __version__
 from headway.config import MOST_THREADS, Config, load_config, parse_bytes
@@ -177,6 +178,14 @@ def _settings(args: argparse.Namespace) -> Config:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 done, 1 failed, 2 wrong usage."""
+    try:
+        return _run(argv)
+    finally:
+        _settle(sys.stdout)
+        _settle(sys.stderr)
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
     level = logging.INFO if args.verbose else logging.WARNING
     try:
@@ -201,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"headway: {error.message}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read our output has left
-        _give_up_stdout()
+        _give_up(sys.stdout)
         return 1
     except (OSError, UnicodeError) as error:
         # What no command foresaw: a full disk behind stdout, a folder that may not be entered, bytes that are no text.
         logging.getLogger("headway").info("the error in full", exc_info=True)
-        _give_up_stdout()
+        _give_up(sys.stdout)
         named = getattr(error, "filename", None)
         reason = getattr(error, "strerror", None) or str(error)
         print(f"headway: {reason}" if named is None else f"headway: {str(named)!r}: {reason}", file=sys.stderr)
@@ -215,10 +224,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _give_up_stdout() -> None:
-    """Let the interpreter's last flush go nowhere: it would fail again, with a traceback and a status of its own."""
+def _settle(stream: TextIO) -> None:
+    """Write what is left, or let it go: the interpreter would try again at its end, and give a status of its own."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        _give_up(stream)
+
+
+def _give_up(stream: TextIO) -> None:
+    """Let the stream's rest go nowhere."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 if __name__ == "__main__":

@@ -77,10 +77,9 @@ def round_to_nearest(weight: Float32, bits: Bits, group: int) -> Affine:
 
 
 def _half(values: Float32) -> Float32:
-    """Return what half precision keeps of scales that are not tiny."""
-    least = np.float32(2.0**-14)
-    halves = values.astype(np.float16).astype(np.float32)
-    return np.where(np.abs(values) < least, values, halves)
+    """Return values with the 11 bits that half precision has, of any size: the kernels bring scales into its range."""
+    mantissa, exponent = np.frexp(values)
+    return np.ldexp(np.rint(mantissa * np.float32(2048)) / np.float32(2048), exponent).astype(np.float32)
 
 
 def _inverse(scale: Float32) -> Float32:
