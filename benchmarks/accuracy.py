@@ -1,6 +1,6 @@
 """What the native kernels' arithmetic costs: next-token distributions against float32 on the same dequantized weights.
 
-usage: python -m benchmarks.accuracy [--models smollm2-135m,...] [--kv-dtype bf16,int8] [--tokens 512]
+usage: python -m benchmarks.accuracy [--models smollm2-135m,...] [--kv-dtype bf16,int8] [--tokens 512] [--weights int4]
 HEADWAY_ISA picks another instruction set than the best one.
 The texts are this project's own prose and code and a chat, teacher-forced. Also measured: what repacking loses of each
 kind of weight (scales become half precision). Prints tables for docs/performance.md.
@@ -45,9 +45,10 @@ def texts(tokens: int) -> Iterator[tuple[str, str]]:
     yield "chat", "\n".join(f"User: {question}\nAssistant: Of course. {question}" for question in questions)
 
 
-def runner(checkpoint: Checkpoint, kernels: str, kv_dtype: str, tokens: int) -> Runner:
-    """Load the model; HEADWAY_ISA picks the instruction set."""
-    settings = EngineConfig(kernels="reference" if kernels == "reference" else "cpu", kv_dtype=kv_dtype)  # type: ignore[arg-type]
+def runner(checkpoint: Checkpoint, kernels: str, kv_dtype: str, tokens: int, weights: str = "file") -> Runner:
+    """Load the model; HEADWAY_ISA picks the instruction set. The reference always runs what the file holds."""
+    native = "reference" if kernels == "reference" else "cpu"
+    settings = EngineConfig(kernels=native, kv_dtype=kv_dtype, weights=weights)  # type: ignore[arg-type]
     return load_runner(checkpoint, settings, n_blocks=-(-tokens // settings.block_tokens))
 
 
@@ -71,13 +72,13 @@ def weight_loss(isa: str, tensor: Tensor) -> float | None:
     return float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2)))
 
 
-def measure(name: str, kv_dtypes: Sequence[str], tokens: int) -> None:
+def measure(name: str, kv_dtypes: Sequence[str], tokens: int, weights: str) -> None:
     """Print one model's rows."""
     checkpoint = open_checkpoint(obtain(name, environment()))
     tokenizer = load_tokenizer(checkpoint)
     inputs = [(kind, tokenizer.encode(text)[:tokens]) for kind, text in texts(tokens)]
     reference = runner(checkpoint, "reference", "bf16", tokens)
-    natives = {kv: runner(checkpoint, "cpu", kv, tokens) for kv in kv_dtypes}
+    natives = {kv: runner(checkpoint, "cpu", kv, tokens, weights) for kv in kv_dtypes}
     parts: dict[str, list[Any]] = {kv: [] for kv in natives}
     for _, token_ids in inputs:
         for start in range(0, len(token_ids), CHUNK):
@@ -88,7 +89,7 @@ def measure(name: str, kv_dtypes: Sequence[str], tokens: int) -> None:
     for kv, run in natives.items():
         found = summary(parts[kv])
         print(
-            f"| {name}, {run.kernels.isa}, KV {kv} | {found.positions:,} | {found.mean_kl:.5f} | {found.p99_kl:.4f}"
+            f"| {name}, {run.kernels.isa}, KV {kv}, weights {weights} | {found.positions:,} | {found.mean_kl:.5f} | {found.p99_kl:.4f}"
             f" | {100 * found.top1:.1f} % | {100 * (found.perplexity_ratio - 1):+.2f} % |",
             flush=True,
         )
@@ -107,11 +108,12 @@ def main() -> None:
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--kv-dtype", default="bf16,int8")
     parser.add_argument("--tokens", type=int, default=512, help="of each text at most")
+    parser.add_argument("--weights", default="file", choices=("file", "int8", "int4"))
     arguments = parser.parse_args()
     columns = ("model", "positions", "mean KL", "p99 KL", "same top token", "perplexity")
-    head(f"benchmarks.accuracy --models {arguments.models}", columns)
+    head(f"benchmarks.accuracy --models {arguments.models} --weights {arguments.weights}", columns)
     for name in arguments.models.split(","):
-        measure(name, arguments.kv_dtype.split(","), arguments.tokens)
+        measure(name, arguments.kv_dtype.split(","), arguments.tokens, arguments.weights)
 
 
 if __name__ == "__main__":

@@ -57,8 +57,8 @@ def test_statuses_and_codes_are_those_of_the_contract(name: str) -> None:
     assert (KINDS[name].status, KINDS[name].code) == CONTRACT[name]
 
 
-def test_only_an_expired_deadline_tells_clients_not_to_retry() -> None:
-    assert {name for name, kind in KINDS.items() if kind.should_retry is False} == {"DeadlineExceeded"}
+def test_only_what_cannot_be_had_here_tells_clients_not_to_retry() -> None:
+    assert {name for name, kind in KINDS.items() if kind.should_retry is False} == {"DeadlineExceeded", "OutOfReach"}
 
 
 @pytest.mark.parametrize("name", KINDS)

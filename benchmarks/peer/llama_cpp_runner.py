@@ -1,13 +1,28 @@
-"""llama.cpp through llama-cpp-python's low-level API. usage: llama_cpp_runner.py MODEL.gguf THREADS"""
+"""llama.cpp through llama-cpp-python's low-level API. usage: llama_cpp_runner.py MODEL.gguf THREADS [q4_0]"""
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
 
 import llama_cpp as lib
 from answer import answer
 
 CONTEXT, SEQUENCES, BATCH = 32 * 2112, 32, 2048  # each sequence gets its share of the context
+
+
+def requantized(path: Path) -> Path:
+    """Return the model in Q4_0 (its head in Q6_K), written once, beside this file's peers."""
+    out = Path(__file__).parents[1] / ".peers" / "models" / f"{path.stem}-q4_0.gguf"
+    if not out.exists():
+        params = lib.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize = lib.LLAMA_FTYPE_MOSTLY_Q4_0, True
+        half = out.with_suffix(".part")
+        if lib.llama_model_quantize(str(path).encode(), str(half).encode(), params):
+            raise RuntimeError(f"{path} cannot be requantized")
+        half.rename(out)
+    return out
 
 
 class Runner:
@@ -17,6 +32,8 @@ class Runner:
         self._log = lib.llama_log_callback(lambda *_: None)
         lib.llama_log_set(self._log, None)
         lib.llama_backend_init()
+        if "q4_0" in sys.argv[3:]:
+            path = str(requantized(Path(path)))
         model_params = lib.llama_model_default_params()
         self._model = lib.llama_model_load_from_file(path.encode(), model_params)
         params = lib.llama_context_default_params()

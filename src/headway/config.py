@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests that may queue; more are refused with 503."""
     step_tokens: Positive = 256
     """Token budget of a step: decodes first, then prefill chunks."""
+    longest_step_s: Seconds = 0.1
+    """What a step with prefill in it should take at most: prompts are cut to fit, down to 32 tokens."""
     prefix_cache: bool = True
     """Reuse the KV blocks of equal prefixes."""
     aging_s: Seconds = 5.0
@@ -57,6 +59,39 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Silence after which a hung engine is killed and started again."""
     step_limit_s: Seconds = 60.0
     """A single step that takes longer counts as hung."""
+
+
+class ClassConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What requests of a class are promised when their callers ask for nothing else."""
+
+    ttft_s: Seconds | None = None
+    """First token of a short prompt after this long; a long one gets twice what it takes alone on top. A request that
+    would miss it is refused on arrival. None promises nothing."""
+    itl_s: Seconds | None = None
+    """Longest pause between two tokens that prompts beside the stream may cause. None promises nothing."""
+    priority: int = 0
+    """Added to the request's own; lower runs first."""
+
+
+class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Classes of service; the header x-slo-class picks one."""
+
+    default: Literal["interactive", "standard", "batch"] = "standard"
+    """Class of requests that name none."""
+    interactive: ClassConfig = ClassConfig(ttft_s=2.0, itl_s=0.05, priority=-1)
+    """Somebody is waiting and reading along."""
+    standard: ClassConfig = ClassConfig(ttft_s=30.0, itl_s=0.1)
+    """Somebody will read it."""
+    batch: ClassConfig = ClassConfig(priority=10)
+    """Nobody is waiting: runs in what the others leave, after ``engine.aging_s`` for each level at the latest."""
+
+    def of(self, name: str) -> ClassConfig:
+        """Return a class by its name."""
+        found: ClassConfig = getattr(self, name)
+        return found
+
+
+SLO_CLASSES = ("interactive", "standard", "batch")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,6 +128,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Alias, directory in Hugging Face layout, .gguf file or hub id."""
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    slo: SloConfig = SloConfig()
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ HeadwayError
 │   └── RateLimited           429  rate_limit_exceeded
 ├── ServerError                    the service is at fault
 │   ├── Overloaded            503  server_is_overloaded
+│   │   └── OutOfReach        503  target_out_of_reach
 │   ├── EngineDied            500  engine_died
 │   ├── RequestTimeout        504  request_timeout
 │   └── InternalError         500  internal_error
@@ -161,6 +162,13 @@ class Overloaded(ServerError):
 
     status = 503
     code = "server_is_overloaded"
+
+
+class OutOfReach(Overloaded):
+    """The target that the caller asked for could not be met here with nothing else to do."""
+
+    code = "target_out_of_reach"
+    should_retry = False
 
 
 class EngineDied(ServerError):

@@ -69,6 +69,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_id: str | None = None
 
 
+class Slo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller was promised: by its own headers, or by its class's defaults."""
+
+    ttft_s: float | None = None
+    """From arrival to the first token."""
+    itl_s: float | None = None
+    """Between two tokens."""
+    ttft_asked: bool = False
+    """The caller asked for it. A default is given to short prompts; long ones get what they take, twice, on top."""
+    itl_asked: bool = False
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller asked. Exactly one of ``text``, ``token_ids`` and ``messages`` is set."""
 
@@ -86,9 +98,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Salts the prefix cache: tenants share no blocks."""
     deadline: float | None = None
     """Instant after which the answer is worthless; None waits for ever."""
-    slo_ttft_s: float | None = None
-    """What the caller hopes for; missing it is not an error."""
-    slo_tpot_s: float | None = None
+    slo: Slo = Slo()
     arrived: float = 0.0
 
 
@@ -174,6 +184,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     prefix_miss_tokens: int = 0
+    capacity_tokens: int = 0
+    """Tokens that all blocks hold."""
+    backlog_tokens: int = 0
+    """Of prompts, waiting to be computed."""
+    wait_s: float = 0.0
+    """Predicted seconds until all that is queued has its first token."""
+    step_error: float = 0.0
+    """Running mean of how far predicted step times are off, as a share."""
     integrity: str = ""
     """Empty while the block pool's invariants hold; else the first one that broke (checked when idle)."""
 

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from headway.config import EngineConfig
 from headway.engine.blocks import BlockPool
+from headway.engine.cost import CostModel
 from headway.engine.messages import Submit
 from headway.engine.scheduler import Item, Scheduler
 from headway.engine.sequence import Group, Sequence, Status
 from headway.types import Params
-from tests.engine.fake_runner import Bench, submit
+from tests.engine.fake_runner import Bench, quick, submit
 
 
 class Desk:
@@ -26,10 +27,11 @@ class Desk:
         max_running: int = 8,
         aging_s: float = 5.0,
         prefix_cache: bool = False,
+        cost: CostModel | None = None,
     ) -> None:
         config = EngineConfig(step_tokens=step_tokens, max_running=max_running, aging_s=aging_s)
         self.pool = BlockPool(n_blocks, block_tokens, prefix_cache)
-        self.scheduler = Scheduler(config, self.pool)
+        self.scheduler = Scheduler(config, self.pool, cost or quick())
         self.now = 100.0
         self.numbers = 0
 

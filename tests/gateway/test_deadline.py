@@ -13,7 +13,7 @@ from headway.gateway.admit import Admit
 from headway.gateway.deadline import read_patience
 from headway.telemetry.budget import Ledger, Ledgers
 from headway.telemetry.clock import FakeClock
-from headway.types import Request
+from headway.types import Request, Slo
 from tests.fakes import FakeBackend
 from tests.gateway.conftest import Serve, chat, events, wait_until
 
@@ -123,7 +123,8 @@ def test_hopes_are_carried_to_the_backend(serve: Serve) -> None:
     server = serve()
     server.post(chat(), headers={"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "40.5"})
     request = server.backend.requests[0]
-    assert (request.slo_ttft_s, request.slo_tpot_s, request.deadline) == (0.25, 0.0405, None)
+    assert request.slo == Slo(ttft_s=0.25, itl_s=0.0405, ttft_asked=True, itl_asked=True)
+    assert request.deadline is None
 
 
 def test_the_official_clients_timeout_reaches_the_backend(serve: Serve) -> None:

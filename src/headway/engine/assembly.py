@@ -53,6 +53,8 @@ def prepare(request: Request, tokenizer: Tokenizer, limits: Limits) -> Submit:
             param="max_tokens" if fits > 0 else "prompt",
         )
     resolved = min(room, fits) if wanted is None else wanted
+    slo = request.slo
+    ttft_by = None if slo.ttft_s is None else request.arrived + slo.ttft_s
     return Submit(
         id=request.id,
         token_ids=ids,
@@ -61,6 +63,10 @@ def prepare(request: Request, tokenizer: Tokenizer, limits: Limits) -> Submit:
         priority=request.priority,
         tenant=request.tenant,
         deadline=request.deadline,
+        start_by=ttft_by if slo.ttft_asked else None,
+        ttft_by=ttft_by,
+        itl_s=slo.itl_s,
+        itl_asked=slo.itl_asked,
         arrived=request.arrived,
     )
 

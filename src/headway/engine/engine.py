@@ -10,15 +10,19 @@ import heapq
 import logging
 import secrets
 from collections import deque
+from math import inf
 
 from headway.config import EngineConfig
 from headway.engine.blocks import BlockPool
+from headway.engine.cost import CostModel, Shape
 from headway.engine.messages import (
     Abort,
     AbortWaiting,
     Emitted,
     FromEngine,
     Logprobs,
+    Outlook,
+    Ran,
     Refused,
     StepReport,
     Submit,
@@ -59,6 +63,7 @@ class Engine:
         context_tokens: int,
         clock: Clock,
         model_salt: str = "",
+        cost: CostModel | None = None,
     ) -> None:
         self.runner = runner
         self.clock = clock
@@ -67,7 +72,8 @@ class Engine:
         self.model_salt = model_salt
         self.max_waiting = config.max_waiting
         self.pool = BlockPool(runner.n_blocks, runner.block_tokens, config.prefix_cache)
-        self.scheduler = Scheduler(config, self.pool)
+        self.cost = cost or CostModel()
+        self.scheduler = Scheduler(config, self.pool, self.cost)
         self.sampler = Sampler(runner.vocabulary, runner.draw)
         self.busy_since: float | None = None
         """Start of the step that is running; another thread may read it."""
@@ -79,6 +85,8 @@ class Engine:
         self._out: list[FromEngine] = []
         """Leaves with the next step."""
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
+        self._traced = 0
+        """Steps whose report is still to name what ran."""
         self._freed: list[tuple[str, str, float]] = []
         self._integrity = ""
         self._checked_at_step = 0
@@ -97,8 +105,9 @@ class Engine:
             self._out.append(_refusal(submit.id, error))
             return
         self._groups[submit.id] = group
-        if submit.deadline is not None:
-            heapq.heappush(self._deadlines, (submit.deadline, group.number, submit.id))
+        for instant in (submit.start_by, submit.deadline):
+            if instant is not None:
+                heapq.heappush(self._deadlines, (instant, group.number, submit.id))
         self.scheduler.add(group)
 
     def abort(self, abort: Abort) -> None:
@@ -117,6 +126,10 @@ class Engine:
         for group in [group for group in self._groups.values() if not group.started]:
             self._refuse(group, error, "drain")
 
+    def trace(self, steps: int) -> None:
+        """Have the reports of the next steps name what ran in them."""
+        self._traced = max(self._traced, steps)
+
     def fail_all(self, message: str) -> list[FromEngine]:
         """Refuse everything that is held; return the refusals and whatever had not left yet."""
         for group in list(self._groups.values()):
@@ -129,15 +142,17 @@ class Engine:
         self._expire(start)
         items = self.scheduler.schedule(start)
         if items:
-            shape = _shape(items)
+            shape, decodes = _shape(items)
+            predicted = self.cost.step_s(shape)
             try:
                 logits = self._run(items, start)
                 tokens = self._sample(items, logits)
             except Exception as error:
                 self._fail(items, error)
             else:
+                ran = _ran(items) if self._traced > 0 else ()
                 self._emit(items, logits, tokens)
-                self._report(shape, len(tokens), start)
+                self._report(shape, decodes, ran, predicted, len(tokens), start)
         self.busy_since = None
         return self._leave()
 
@@ -154,6 +169,7 @@ class Engine:
             blocks_cached=counts.cached,
             blocks_free=counts.free,
             block_tokens=self.pool.block_tokens,
+            capacity_tokens=self.pool.n_blocks * self.pool.block_tokens,
             steps=self.steps,
             preemptions=scheduler.preemptions,
             prefix_hit_tokens=scheduler.hit_tokens,
@@ -164,11 +180,29 @@ class Engine:
     def take_status(self) -> StatusMessage:
         """Return the heartbeat, with what happened since the last one."""
         status = StatusMessage(
-            load=self.load(), busy_since=self.busy_since, steps=tuple(self._reports), freed=tuple(self._freed)
+            load=self.load(),
+            outlook=self._outlook(),
+            busy_since=self.busy_since,
+            steps=tuple(self._reports),
+            freed=tuple(self._freed),
         )
         self._reports.clear()
         self._freed.clear()
         return status
+
+    def _outlook(self) -> Outlook:
+        cost, scheduler = self.cost, self.scheduler
+        return Outlook(
+            terms=tuple(cost.terms),
+            pace=cost.pace,
+            error=cost.error,
+            prefilling=tuple(
+                (sequence.group.submit.id, sequence.remaining)
+                for sequence in scheduler.running
+                if not sequence.prefilled and sequence.index == 0
+            ),
+            excess=scheduler.shares.counters(),
+        )
 
     def _accept(self, submit: Submit, now: float) -> Group:
         """Return the request's state, or raise what refuses it."""
@@ -194,7 +228,7 @@ class Engine:
                 f"the prompt ({prompt} tokens) and max_tokens ({most}) make {total} tokens; "
                 f"the KV cache holds {capacity}"
             )
-        if submit.deadline is not None and submit.deadline <= now:
+        if min(submit.deadline or inf, submit.start_by or inf) <= now:
             raise DeadlineExceeded("the deadline had passed when the engine took the request over")
         if len(self.scheduler.waiting) >= self.max_waiting:
             raise Overloaded(f"{self.max_waiting} requests are waiting already", retry_after_s=1.0)
@@ -215,6 +249,9 @@ class Engine:
             group = self._groups.get(request_id)
             if group is None or group.number != number:
                 continue
+            over = group.submit.deadline is not None and group.submit.deadline <= now
+            if group.started and not over:
+                continue  # it began in time
             if group.started:
                 error: HeadwayError = RequestTimeout("the request's time was up while it ran")
             else:
@@ -320,16 +357,22 @@ class Engine:
             phase = next(phase for phase in ("decode", "prefill", "queued") if phase in phases)
             self._freed.append((phase, cause, max(self.clock.now() - since, 0.0)))
 
-    def _report(self, shape: tuple[int, int, int], sampled: int, start: float) -> None:
-        decodes, prefill, context = shape
+    def _report(self, shape: Shape, decodes: int, ran: Ran, predicted: float, sampled: int, start: float) -> None:
+        seconds = self.clock.now() - start
+        self.cost.learn(shape, seconds)
         self.steps += 1
+        self._traced -= bool(ran)
         self._reports.append(
             StepReport(
-                seconds=self.clock.now() - start,
+                started=start,
+                seconds=seconds,
+                predicted=predicted,
                 decode_rows=decodes,
-                prefill_tokens=prefill,
-                context_tokens=context,
+                prefill_tokens=shape.rows - decodes,
+                context_tokens=shape.context,
+                prefill_pairs=shape.pairs,
                 sampled=sampled,
+                ran=ran,
             )
         )
 
@@ -338,11 +381,23 @@ class Engine:
         return out
 
 
-def _shape(items: list[Item]) -> tuple[int, int, int]:
-    """Return a step's decode rows, its prefill tokens, and the context that it reads, in tokens."""
-    decodes = sum(1 for sequence, tokens in items if tokens == 1 and sequence.prefilled)
-    rows = sum(tokens for _, tokens in items)
-    return decodes, rows - decodes, sum(sequence.computed + tokens for sequence, tokens in items)
+def _shape(items: list[Item]) -> tuple[Shape, int]:
+    """Return what a step does, and how many of its rows are decodes."""
+    rows = logits = context = pairs = decodes = 0
+    for sequence, tokens in items:
+        rows += tokens
+        logits += tokens if sequence.scores_prompt else int(_samples(sequence, tokens))
+        if tokens == 1:
+            decodes += bool(sequence.prefilled)
+            context += sequence.computed + 1
+        else:
+            pairs += tokens * sequence.computed + tokens * (tokens + 1) // 2
+    return Shape(rows, logits, context, pairs), decodes
+
+
+def _ran(items: list[Item]) -> Ran:
+    """Return (request, choice, tokens) of each part of a step."""
+    return tuple((sequence.group.submit.id, sequence.index, tokens) for sequence, tokens in items)
 
 
 def _samples(sequence: Sequence, tokens: int) -> bool:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from headway.config import EngineConfig
 from headway.engine.assembly import Assembly, Limits, prepare
+from headway.engine.forecast import Forecast, Verdict
 from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import (
     Abort,
@@ -20,7 +24,9 @@ from headway.engine.messages import (
     Refused,
     Started,
     Status,
+    StepReport,
     Submit,
+    Trace,
 )
 from headway.engine.oversize import refuse_oversize
 from headway.engine.process import EngineProcess
@@ -29,6 +35,7 @@ from headway.errors import (
     EngineDied,
     HeadwayError,
     InvalidRequest,
+    OutOfReach,
     Overloaded,
     error_of,
 )
@@ -42,9 +49,12 @@ LONG_TEXT = 4_000
 """Characters from which tokenising leaves the event loop for a thread."""
 MANY_MESSAGES = 64
 """Messages from which rendering leaves the event loop too, however short they are."""
+SHORTEST_RETRY_S = 0.05
 START_ATTEMPTS = 3
 """Starts that may fail in a row before the engine counts as dead; it is still tried again, in case the cause goes."""
 LONGEST_PAUSE_S = 10.0
+KEPT_STEPS = 1024
+"""Reports of the last steps that are kept for whoever asks what the engine did."""
 START_PATIENCE = 3
 """A starting engine may be silent this many times ``kill_s``: its imports come before its first beat."""
 
@@ -81,6 +91,10 @@ class EngineHost:
         self._clock = clock or MonotonicClock()
         self._on_status = on_status
         self._active: dict[str, _Active] = {}
+        self._forecast = Forecast(
+            max_running=config.max_running, step_tokens=config.step_tokens, longest_step_s=config.longest_step_s
+        )
+        self._steps: deque[StepReport] = deque(maxlen=KEPT_STEPS)
         self._process: EngineProcess | None = None
         self._tokenizer: Tokenizer | None = None
         self._checkpoint: Checkpoint | None = None
@@ -128,6 +142,7 @@ class EngineHost:
         except OSError as error:  # no memory, no process or no file descriptor left
             raise EngineDied(f"the engine process cannot be started: {error.strerror or error}") from error
         self.started = await self._start_result
+        self._forecast.started(self.started.block_tokens, self.started.n_blocks)
         self._failures = 0
         self._reason = ""
 
@@ -166,8 +181,10 @@ class EngineHost:
         self._refuse_if_unable()
         if submit.id in self._active:
             raise InvalidRequest(f"a request with id {request.id!r} is running; use another x-request-id")
+        submit, verdict = self._admit(request, submit)
         active = _Active(submit, Assembly(request, submit, self._tokens))
         self._active[submit.id] = active
+        self._forecast.submitted(submit, self._clock.now(), verdict)
         try:
             self._send(submit)
             while not (active.assembly.done and active.queue.empty()):
@@ -177,6 +194,7 @@ class EngineHost:
                 yield item
         finally:
             self._active.pop(submit.id, None)
+            self._forecast.ended(submit.id, whole=active.assembly.done)
             if not active.assembly.done:
                 self._send(Abort(id=submit.id, cause=active.cause, since=self._clock.now()))
 
@@ -232,8 +250,22 @@ class EngineHost:
         )
 
     def load(self) -> Load:
-        """Return the engine's newest report."""
-        return self._load
+        """Return the engine's newest report, with what is predicted from it now."""
+        return msgspec.structs.replace(
+            self._load,
+            backlog_tokens=self._forecast.backlog_tokens(),
+            wait_s=self._forecast.wait_s(self._clock.now()),
+            step_error=self._forecast.cost.error,
+        )
+
+    async def steps(self, trace: int = 0, patience_s: float = 5.0) -> tuple[StepReport, ...]:
+        """Return the last steps; with ``trace``, wait for so many to run that name what was in them."""
+        if trace:
+            self._send(Trace(steps=trace))
+            until = self._clock.now() + patience_s
+            while sum(bool(step.ran) for step in self._steps) < trace and self._clock.now() < until:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return tuple(self._steps)
 
     def health(self) -> Health:
         """Live: the process beats and its step is not stuck. Ready: started, not draining."""
@@ -284,7 +316,31 @@ class EngineHost:
         if self._process is None or self.started is None:
             raise Overloaded("the engine is starting", retry_after_s=2.0)
 
-    def _send(self, *messages: Submit | Abort | AbortWaiting) -> None:
+    def _admit(self, request: Request, submit: Submit) -> tuple[Submit, Verdict | None]:
+        """Set when the first token is due, and refuse what would be late, or would make others late, on arrival."""
+        if submit.ttft_by is None:
+            return submit, None
+        now, due = self._clock.now(), submit.ttft_by
+        verdict = self._forecast.verdict(submit, now)
+        if not request.slo.ttft_asked:
+            # A default is meant for short prompts: a long one would never be answered.
+            due += 2.0 * verdict.alone_s
+            submit = msgspec.structs.replace(submit, ttft_by=due)
+            verdict = verdict._replace(late_by_s=max(0.0, verdict.late_by_s - 2.0 * verdict.alone_s))
+        if verdict.late_by_s <= 0.0:
+            return submit, verdict
+        target_ms = 1e3 * (due - request.arrived)
+        if verdict.alone_s > due - now:
+            raise OutOfReach(
+                f"the prompt of {len(submit.token_ids)} tokens takes {1e3 * verdict.alone_s:.0f} ms alone; it cannot "
+                f"have its first token within {target_ms:.0f} ms: ask for more, or send less"
+            )
+        raise Overloaded(
+            f"the first token would come in {1e3 * verdict.first_token_s:.0f} ms; {target_ms:.0f} ms were promised",
+            retry_after_s=max(SHORTEST_RETRY_S, verdict.late_by_s),
+        )
+
+    def _send(self, *messages: Submit | Abort | AbortWaiting | Trace) -> None:
         if self._process is not None:
             self._process.send(*messages)
 
@@ -308,6 +364,9 @@ class EngineHost:
                 case Status():
                     self._load = message.load
                     self._busy_since = message.busy_since
+                    self._steps.extend(message.steps)
+                    if message.outlook is not None:
+                        self._forecast.heard(message.outlook)
                     if self._on_status is not None:
                         self._on_status(message)
                 case Started():
@@ -320,6 +379,8 @@ class EngineHost:
         active = self._active.get(emitted.id)
         if active is None:
             return
+        if emitted.index == 0:
+            self._forecast.answered(emitted.id, len(emitted.token_ids), self._clock.now())
         try:
             chunks, aborts = active.assembly.feed(emitted)
         except Exception:  # one broken request must not end the reader of all

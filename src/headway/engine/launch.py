@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from headway.config import environment
+from headway.engine.calibration import Calibration
 from headway.engine.engine import Engine
 from headway.engine.launch_spec import EngineSpec
 from headway.engine.messages import Started
@@ -21,6 +23,16 @@ def launch(spec: EngineSpec, clock: Clock | None = None) -> tuple[Engine, Runner
     config = msgspec.structs.replace(spec.config, threads=spec.threads)
     checkpoint = open_checkpoint(Path(spec.model))
     runner = load_runner(checkpoint, config)
+    measured = clock.now()
+    cost, kept = Calibration(
+        runner,
+        clock,
+        Path(spec.model),
+        environment().cache / "cost",
+        threads=spec.threads,
+        kind=f"{config.kv_dtype} {config.weights} {config.prefill}",
+    ).model()
+    calibrated_s = clock.now() - measured
     engine = Engine(
         runner,
         config,
@@ -28,6 +40,7 @@ def launch(spec: EngineSpec, clock: Clock | None = None) -> tuple[Engine, Runner
         context_tokens=runner.context,
         clock=clock,
         model_salt=spec.model,
+        cost=cost,
     )
     started = Started(
         kernels=runner.kernels.name,
@@ -40,5 +53,7 @@ def launch(spec: EngineSpec, clock: Clock | None = None) -> tuple[Engine, Runner
         weight_bytes=checkpoint.weight_bytes,
         kv_bytes=runner.n_blocks * runner.block_tokens * runner.cost.kv_token_bytes,
         seconds=clock.now() - began,
+        calibrated_s=calibrated_s,
+        calibration_kept=kept,
     )
     return engine, runner, started

@@ -17,6 +17,15 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     priority: int = 0
     tenant: str = ""
     deadline: float | None = None
+    """Instant after which the answer is worthless."""
+    start_by: float | None = None
+    """Instant after which it is not worth starting: the first token that was asked for would be late."""
+    ttft_by: float | None = None
+    """Instant at which the first token should be there."""
+    itl_s: float | None = None
+    """How long the stream may pause between two tokens; prompts beside it are cut to fit."""
+    itl_asked: bool = False
+    """The caller asked for it: sequences that would break it beside this one wait."""
     arrived: float = 0.0
     ends: tuple[int, ...] = ()
     """End tokens that the tokenizer knows; they count beside those of the model's own files."""
@@ -77,20 +86,52 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     retry_after_s: float | None = None
 
 
+Ran = tuple[tuple[str, int, int], ...]
+"""(request, choice, tokens) of the parts of a step."""
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """What one step did."""
 
+    started: float
     seconds: float
+    predicted: float
+    """Seconds that the cost model had said."""
     decode_rows: int
     prefill_tokens: int
     context_tokens: int
+    """Tokens that the decodes read back."""
+    prefill_pairs: int
+    """Pairs of a prompt's token and one before it."""
     sampled: int
+    ran: Ran = ()
+    """What ran, when a trace was asked for."""
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Name what runs in the next steps."""
+
+    steps: int
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What predictions in the API process are made from (forecast.py)."""
+
+    terms: tuple[float, ...] = ()
+    """The cost model's coefficients."""
+    pace: float = 1.0
+    error: float = 0.0
+    prefilling: tuple[tuple[str, int], ...] = ()
+    """Requests that are running without a first token, and the tokens of the prompt that they still need."""
+    excess: tuple[tuple[str, float], ...] = ()
+    """Tokens that a tenant has had more than the one that has had least, of those that have work."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The heartbeat: sent after steps (rate limited) and while idle."""
 
     load: Load
+    outlook: Outlook | None = None
     busy_since: float | None = None
     """Start of the step that is running now, else None."""
     steps: tuple[StepReport, ...] = ()
@@ -112,6 +153,10 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weight_bytes: int
     kv_bytes: int
     seconds: float
+    calibrated_s: float = 0.0
+    """Of these, what the cost model's first measurements took."""
+    calibration_kept: bool = False
+    """An earlier start's measurements were taken over."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -121,7 +166,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
-ToEngine = Submit | Abort | AbortWaiting | Stop
+ToEngine = Submit | Abort | AbortWaiting | Trace | Stop
 FromEngine = Emitted | Refused | Status | Started | Failed
 
 _encoder = msgspec.msgpack.Encoder()

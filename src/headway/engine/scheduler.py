@@ -1,11 +1,17 @@
 """Which tokens run in this step, and who holds the blocks.
 
 A step is {sequence: number of tokens}; there are no phases. Running sequences that need one token go first, each step;
-what is left of the token budget goes to longer ones ("prefill") in the order
+what is left goes to longer ones ("prefill") in the order
 
-    priority, then shortest remaining, then arrival,
+    priority, then the tenant that has had less, then least slack, then shortest remaining, then arrival,
 
 so that a short prompt overtakes a long one, except that a quarter of it is kept for the oldest: the long one gets on.
+Slack is the time until the first token is due, less what the prompt still takes (cost.py). A first token that is late
+is due again after as long as it was given at first, and from then on counts as most urgent: what has missed its time
+steps aside once, for those that can still meet theirs, and does not starve.
+
+What is left is a token budget and a time: a step stays under the tightest inter-token target of the sequences that
+decode in it, as far as the cost model can tell, so that no prompt freezes a stream.
 
 Admission takes the blocks of all known tokens at once, so only a decode can lack a block. Then the least important
 running sequence (highest priority number, latest arrival) is preempted: its blocks go back, its tokens are computed
@@ -13,25 +19,39 @@ again later. Importance never changes and preempted sequences come back in its o
 priority, when their tokens and a watermark fit: hence between two ends of sequences nobody is preempted twice (blocks
 that waiting siblings give back aside), and the most important one always runs to its end.
 
-While it waits, a sequence gains one priority level per ``aging_s``; admission obeys the gained level, so nobody starves
-in the queue; the share for the oldest sees to it afterwards.
+While none of its tenant and priority is admitted, a waiting sequence gains one priority level per ``aging_s``; admission
+obeys the gained level, so nobody starves in the queue; the share for the oldest sees to it afterwards.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from headway.config import EngineConfig
 from headway.engine.blocks import BlockPool, Match
+from headway.engine.cost import CostModel, Shape
+from headway.engine.fairness import Shares
 from headway.engine.sequence import Group, Sequence, Status
 
 _OLDEST_SHARE = 4
 """1/4 of the prefill budget is the oldest prefill's."""
+_ALONE_TOKENS = 32
+"""A chunk with no decode beside it has at least so many tokens, whatever they take: fewer waste the reading of the
+weights."""
+_STRETCH = 1.25
+"""Prefill may make a step this much longer even where decodes alone take all that their target allows: it must get on."""
+_MOST_KINDS = 4096
+"""Tenants and priorities whose last admission is remembered, before all are forgotten."""
+_QUANTUM_STEPS = 4
+"""Tenants that differ by less than so many full steps' tokens are served alike."""
 
 _by_order = attrgetter("order")
+
+Rank = tuple[int, int, int, float, int, tuple[int, int, int]]
 
 
 class Item(NamedTuple):
@@ -44,9 +64,14 @@ class Item(NamedTuple):
 class Scheduler:
     """Holds the waiting and the running sequences; the only writer of their tables."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, cost: CostModel) -> None:
         self.pool = pool
+        self.cost = cost
         self.step_tokens = config.step_tokens
+        self.longest_step_s = config.longest_step_s
+        self.shares = Shares(_QUANTUM_STEPS * config.step_tokens)
+        self._admitted_at: dict[tuple[str, int], float] = {}
+        """When a sequence of this tenant and priority was last admitted, while some wait."""
         # A step computes at least one token of each running sequence, within the budget.
         self.max_running = min(config.max_running, config.step_tokens)
         self.aging_s = config.aging_s
@@ -63,34 +88,79 @@ class Scheduler:
     def add(self, group: Group) -> None:
         """Queue a request's first choice; its siblings are held back until the prompt is computed."""
         self.held_back += len(group.choices)
+        for _ in group.choices:
+            self.shares.enter(group.submit.tenant)
         self._queue(group.choices[0])
 
     def schedule(self, now: float) -> list[Item]:
         """Return this step's work, with blocks allocated; empty only when nothing is running or waiting."""
         items = self._decodes()
+        shape = _decode_shape(items)
         budget = self.step_tokens - len(items)
+        if budget <= 0:
+            return items
         prefilling = [sequence for sequence in self.running if sequence.remaining > 1]
+        limit_s = self._limit_s(items, shape)
         granted: dict[Sequence, int] = {}
-        if prefilling and budget > 0:
+        if prefilling:
             oldest = min(prefilling, key=lambda sequence: (sequence.group.number, sequence.index))
-            granted[oldest] = min(oldest.remaining, max(1, budget // _OLDEST_SHARE))
+            whole = self._room(shape, oldest, 0, limit_s, budget)
+            granted[oldest] = min(oldest.remaining, max(1, whole // _OLDEST_SHARE))
             budget -= granted[oldest]
+            shape = shape.with_prefill(granted[oldest], oldest.computed, int(granted[oldest] == oldest.remaining))
         for sequence in self._candidates(prefilling, now):
-            if budget <= 0:
+            if budget <= 0 or (granted and self._room(shape, sequence, granted.get(sequence, 0), limit_s, budget) <= 0):
                 break
-            if sequence.status is Status.WAITING and not self._admit(sequence):
+            if sequence.status is Status.WAITING and not (self._keeps_pace(sequence) and self._admit(sequence, now)):
                 break  # the head of the queue keeps its turn: nothing overtakes it for want of blocks
             before = granted.get(sequence, 0)
-            take = min(sequence.remaining - before, budget)
+            room = self._room(shape, sequence, before, limit_s, budget)
+            take = min(sequence.remaining - before, room if granted else max(room, 1))
+            if take <= 0:
+                continue
             granted[sequence] = before + take
             budget -= take
+            shape = shape.with_prefill(take, sequence.computed + before, int(before + take == sequence.remaining))
         items.extend(Item(sequence, tokens) for sequence, tokens in granted.items())
         return items
+
+    def _limit_s(self, items: list[Item], shape: Shape) -> float:
+        """Return what the step may take: the tightest target in it, less what predictions miss by."""
+        target = min((item.sequence.group.itl_s for item in items), default=inf)
+        limit = min(target * self._margin(), self.longest_step_s)
+        return max(limit, _STRETCH * self.cost.step_s(shape))
+
+    def _margin(self) -> float:
+        return 1.0 / (1.0 + min(self.cost.error, 0.5))
+
+    def _room(self, shape: Shape, sequence: Sequence, before: int, limit_s: float, budget: int) -> int:
+        """Return how many more tokens of the sequence, ``before`` of which are granted, fit into the step."""
+        most = min(budget, max(sequence.remaining - before, 1))
+        room = self.cost.room(shape, sequence.computed + before, limit_s, most)
+        if not shape.context:  # no decode waits for this step
+            room = max(room, min(most, _ALONE_TOKENS - shape.rows))
+        return room
+
+    def _keeps_pace(self, sequence: Sequence) -> bool:
+        """Whether all that run can decode together with this one within what their callers asked for."""
+        if not self.running:
+            return True
+        asked = min((other.group.itl_s for other in self.running if other.group.itl_asked), default=inf)
+        if sequence.group.itl_asked:
+            asked = min(asked, sequence.group.itl_s)
+        if asked == inf:
+            return True
+        context = sum(len(other.tokens) for other in self.running) + len(sequence.tokens)
+        together = self.cost.step_s(Shape().with_decodes(len(self.running) + 1, context))
+        # A target that one sequence alone would miss keeps nobody out.
+        alone = self.cost.step_s(Shape().with_decode(context // (len(self.running) + 1)))
+        return together <= max(asked * self._margin(), _STRETCH * alone)
 
     def computed(self, item: Item) -> None:
         """Note that a step has run: offer full blocks to the prefix cache, let siblings start."""
         sequence, size = item.sequence, self.pool.block_tokens
         sequence.computed += item.tokens
+        self.shares.charge(sequence.group.submit.tenant, item.tokens)
         while (sequence.registered + 1) * size <= sequence.computed and self.pool.prefix_cache:
             start = sequence.registered * size
             sequence.prefix = self.pool.register(
@@ -114,6 +184,9 @@ class Scheduler:
         else:
             return
         sequence.status = Status.FINISHED
+        self.shares.leave(sequence.group.submit.tenant)
+        if not self.waiting or len(self._admitted_at) > _MOST_KINDS:
+            self._admitted_at.clear()
         self._give_back(sequence)
         choices = sequence.group.choices
         if not any(choice.status in (Status.WAITING, Status.RUNNING) for choice in choices):
@@ -155,10 +228,10 @@ class Scheduler:
 
     def _candidates(self, prefilling: list[Sequence], now: float) -> Iterator[Sequence]:
         """Prefilling and admissible waiting sequences in the order of service."""
-        ranked = [((s.group.submit.priority, 1, s.remaining, s.order), s) for s in prefilling]
+        ranked = [(self._rank(s, s.group.submit.priority, now), s) for s in prefilling]
         returning: list[Sequence] = []
         if self.waiting and len(self.running) < self.max_running and (self.pool.available() or not self.running):
-            ranked.extend((self._rank(s, now), s) for s in self.waiting)
+            ranked.extend((self._rank(s, self._level(s, now), now), s) for s in self.waiting)
             returning = sorted((s for s in self.waiting if s.preempted), key=_by_order)
         ranked.sort(key=itemgetter(0))
         for _, sequence in ranked:
@@ -175,12 +248,25 @@ class Scheduler:
                     continue
             yield sequence
 
-    def _rank(self, sequence: Sequence, now: float) -> tuple[int, int, int, tuple[int, int, int]]:
-        """The place of a waiting sequence; fairness between tenants belongs here."""
-        level = sequence.group.submit.priority - int((now - sequence.group.received) / self.aging_s)
-        return (level, 0 if sequence.preempted else 1, sequence.remaining, sequence.order)
+    def _level(self, sequence: Sequence, now: float) -> int:
+        """Return a waiting sequence's priority after aging; one whose like is being served does not age."""
+        group = sequence.group
+        since = max(group.received, self._admitted_at.get((group.submit.tenant, group.submit.priority), 0.0))
+        return group.submit.priority - int((now - since) / self.aging_s)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _rank(self, sequence: Sequence, level: int, now: float) -> Rank:
+        """Return the place of a sequence in the order of service, smallest first."""
+        group = sequence.group
+        return (
+            level,
+            0 if sequence.preempted else 1,
+            self.shares.excess(group.submit.tenant),
+            group.due_at(now) - self.cost.prefill_s(sequence.remaining, sequence.computed),
+            sequence.remaining,
+            sequence.order,
+        )
+
+    def _admit(self, sequence: Sequence, now: float) -> bool:
         """Move a waiting sequence to the running ones if its blocks and a reserve can be had."""
         pool = self.pool
         match = Match((), 0, None)
@@ -204,6 +290,7 @@ class Scheduler:
             sequence.prefix = match.prefix
         self._count_hits(sequence, match.tokens)
         del self.waiting[sequence]
+        self._admitted_at[sequence.group.submit.tenant, sequence.group.submit.priority] = now
         self._sharing.pop(sequence, None)
         sequence.preempted = False
         sequence.status = Status.RUNNING
@@ -268,3 +355,8 @@ class Scheduler:
         place = bisect_left(self.running, sequence.order, key=_by_order)
         assert self.running[place] is sequence
         del self.running[place]
+
+
+def _decode_shape(items: list[Item]) -> Shape:
+    """Return what a step of these decodes does."""
+    return Shape(len(items), len(items), sum(item.sequence.computed + 1 for item in items), 0)

@@ -6,6 +6,7 @@ The scheduler writes status, table and computed; the engine appends tokens and n
 from __future__ import annotations
 
 from enum import Enum
+from math import inf
 from typing import NamedTuple
 
 from headway.engine.blocks import Prefix, Salt
@@ -151,7 +152,10 @@ class Group:
     __slots__ = (
         "cached_tokens",
         "choices",
+        "due",
         "eos",
+        "itl_asked",
+        "itl_s",
         "max_tokens",
         "number",
         "prompt_told",
@@ -182,11 +186,20 @@ class Group:
         self.eos = frozenset() if submit.params.ignore_eos else eos
         """The end-of-sequence tokens that count for this request."""
         self.salt = salt
+        self.due = inf if submit.ttft_by is None else submit.ttft_by
+        """When the first token should be there."""
+        self.itl_s = inf if submit.itl_s is None else submit.itl_s
+        """How long the stream may pause between two tokens."""
+        self.itl_asked = submit.itl_asked
         self.cached_tokens = 0
         """Prompt tokens that the prefix cache held when the first choice was admitted."""
         self.prompt_told = False
         """The prompt's log-probabilities have left, with the first choice that got so far: once for all choices."""
         self.choices = [Sequence(self, index) for index in range(submit.params.n)]
+
+    def due_at(self, now: float) -> float:
+        """Return the instant that counts for urgency: a late first token is given as long again, once."""
+        return self.due if now <= self.due else self.due + max(self.due - self.received, 0.0)
 
     def live(self) -> list[Sequence]:
         """Return the choices that have not ended."""

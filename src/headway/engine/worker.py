@@ -18,7 +18,7 @@ from headway.engine.channel import Channel, Disconnected
 from headway.engine.engine import Engine
 from headway.engine.launch import launch
 from headway.engine.launch_spec import EngineSpec
-from headway.engine.messages import Abort, AbortWaiting, Failed, Status, Stop, Submit
+from headway.engine.messages import Abort, AbortWaiting, Failed, Status, Stop, Submit, Trace
 from headway.errors import HeadwayError
 from headway.telemetry.clock import MonotonicClock
 from headway.telemetry.log import setup_logging
@@ -66,6 +66,8 @@ def run_loop(engine: Engine, channel: Channel, beat: Heartbeat) -> None:
                     engine.abort(message)
                 case AbortWaiting():
                     engine.abort_waiting(message)
+                case Trace():
+                    engine.trace(message.steps)
                 case Stop():
                     return
             quiet = False

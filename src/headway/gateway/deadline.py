@@ -7,7 +7,9 @@ from typing import Final
 
 import msgspec
 
+from headway.config import SLO_CLASSES, SloConfig
 from headway.errors import InvalidRequest
+from headway.types import Request, Slo
 
 _LONGEST_MS: Final = 7 * 24 * 3600 * 1000.0
 
@@ -18,6 +20,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    slo_class: str = ""
 
 
 def read_patience(headers: Mapping[str, str], *, stream: bool, limit_s: float | None) -> Patience:
@@ -32,7 +35,34 @@ def read_patience(headers: Mapping[str, str], *, stream: bool, limit_s: float | 
         total_s=min(bounds) if bounds else None,
         ttft_s=_milliseconds(headers, "x-slo-ttft-ms"),
         tpot_s=_milliseconds(headers, "x-slo-tpot-ms"),
+        slo_class=_slo_class(headers),
     )
+
+
+def promised(request: Request, patience: Patience, config: SloConfig) -> Request:
+    """Return the request with its deadline, and with targets of its own or of its class."""
+    kind = config.of(patience.slo_class or config.default)
+    return msgspec.structs.replace(
+        request,
+        deadline=None if patience.total_s is None else request.arrived + patience.total_s,
+        priority=request.priority + kind.priority,
+        slo=Slo(
+            ttft_s=kind.ttft_s if patience.ttft_s is None else patience.ttft_s,
+            itl_s=kind.itl_s if patience.tpot_s is None else patience.tpot_s,
+            ttft_asked=patience.ttft_s is not None,
+            itl_asked=patience.tpot_s is not None,
+        ),
+    )
+
+
+def _slo_class(headers: Mapping[str, str]) -> str:
+    name = headers.get("x-slo-class", "").strip().lower()
+    if name and name not in SLO_CLASSES:
+        raise InvalidRequest(
+            f"header x-slo-class={name[:40]!r} is not a class of service: it must be one of {', '.join(SLO_CLASSES)}",
+            param="x-slo-class",
+        )
+    return name
 
 
 def _milliseconds(headers: Mapping[str, str], name: str) -> float | None:

@@ -13,7 +13,7 @@ import msgspec
 from headway.config import Config
 from headway.errors import ClientError, HeadwayError, InvalidRequest, Overloaded, RequestTimeout, TemplateError
 from headway.gateway import fanout
-from headway.gateway.deadline import Patience, read_patience
+from headway.gateway.deadline import promised, read_patience
 from headway.gateway.decode import LARGE_BYTES
 from headway.gateway.events import events_for
 from headway.gateway.http import ClientGone, Exchange
@@ -99,17 +99,7 @@ class Generation:
 
         call = await asyncio.to_thread(work) if len(raw) > LARGE_BYTES else work()
         patience = read_patience(exchange.headers, stream=call.stream, limit_s=self._config.server.request_s)
-        if patience == Patience():
-            return call
-        requests = tuple(
-            msgspec.structs.replace(
-                request,
-                deadline=None if patience.total_s is None else arrived + patience.total_s,
-                slo_ttft_s=patience.ttft_s,
-                slo_tpot_s=patience.tpot_s,
-            )
-            for request in call.requests
-        )
+        requests = tuple(promised(request, patience, self._config.slo) for request in call.requests)
         return msgspec.structs.replace(call, requests=requests)
 
     async def _run(self, exchange: Exchange, call: Call, request_id: str) -> None:

@@ -1,0 +1,303 @@
+"""When a request would get its first token, told on arrival: the API process's own picture of the engine's work.
+
+The engine process is busy with a step when a request arrives, and a refusal must not wait for it. So the API process
+keeps what it has sent, hears what comes back, takes over the engine's cost model with each heartbeat, and plays the
+queue forward: prompts in the scheduler's order at the rate that the streams beside them leave, streams ending as long
+as answers have lately been. What it predicted is compared with what came, and the next predictions are scaled by it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from headway.engine.cost import CostModel, Shape
+from headway.engine.messages import Outlook, Submit
+
+_RATE = 0.1
+_FIRST_GUESS_TOKENS = 128
+_OVERTAKEN = 4.0 / 3.0
+"""The oldest prompt keeps a quarter of each step: one that overtakes it gets on so much slower."""
+_MOST_PLAYED = 2048
+"""Jobs that are played forward one by one."""
+
+
+class Job:
+    """What is known of one request between its arrival and its end."""
+
+    __slots__ = ("answered", "bias", "expected", "known", "predicted", "sent", "started", "submit", "tokens")
+
+    def __init__(self, submit: Submit, tokens: int, expected: float, sent: float) -> None:
+        self.submit = submit
+        self.tokens = tokens
+        """Of the prompt, still to compute."""
+        self.known = len(submit.token_ids) - tokens
+        """Of the prompt, in the prefix cache, as far as one can tell from outside."""
+        self.expected = expected
+        """Tokens that its answer will have."""
+        self.sent = sent
+        self.started = False
+        """It holds a place in the running batch."""
+        self.answered = 0
+        """Tokens that have come, of the choice that has most."""
+        self.predicted = 0.0
+        """Seconds to the first token, before ``bias``, as told on arrival."""
+        self.bias = 1.0
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its first token is there."""
+        return self.answered > 0
+
+    @property
+    def left(self) -> float:
+        """Tokens that its answer still takes; one that is longer than expected goes on for half as long again."""
+        most = float(self.submit.params.max_tokens or 1)
+        left = self.expected - self.answered
+        return min(most - self.answered, left if left >= 1.0 else 1.0 + 0.5 * self.expected)
+
+
+class Verdict(NamedTuple):
+    """What was found on arrival; seconds from now."""
+
+    first_token_s: float
+    late_by_s: float
+    """How far beyond its target, or beyond that of one that it would make late; 0 when all is well."""
+    alone_s: float
+    """What it would take with nothing beside it."""
+
+
+class Prefixes:
+    """Which prompts the engine has lately computed, by the hashes of their blocks: a guess at its prefix cache."""
+
+    def __init__(self, block_tokens: int, n_blocks: int) -> None:
+        self._size = block_tokens
+        self._limit = n_blocks
+        self._seen: OrderedDict[int, None] = OrderedDict()
+
+    def _chain(self, submit: Submit) -> Iterable[int]:
+        link: Hashable = submit.tenant
+        ids = submit.token_ids
+        for start in range(0, len(ids) - self._size + 1, self._size):
+            link = hash((link, ids[start : start + self._size]))
+            yield link
+
+    def cached(self, submit: Submit) -> int:
+        """Return how many of the prompt's tokens are probably cached."""
+        count = 0
+        for link in self._chain(submit):
+            if link not in self._seen:
+                break
+            self._seen.move_to_end(link)
+            count += self._size
+        return min(count, len(submit.token_ids) - 1)
+
+    def computed(self, submit: Submit) -> None:
+        """Note a prompt whose blocks are in the engine's cache now."""
+        for link in self._chain(submit):
+            self._seen[link] = None
+            self._seen.move_to_end(link)
+        while len(self._seen) > self._limit:
+            self._seen.popitem(last=False)
+
+
+class Forecast:
+    """Every request that the engine holds, and what it will make of one more."""
+
+    def __init__(self, *, max_running: int, step_tokens: int, longest_step_s: float) -> None:
+        self.cost = CostModel()
+        self.jobs: dict[str, Job] = {}
+        self._max_running = max_running
+        self._step_tokens = step_tokens
+        self._longest_step_s = longest_step_s
+        self._answer_tokens = float(_FIRST_GUESS_TOKENS)
+        self._excess: dict[str, float] = {}
+        self._prefixes: Prefixes | None = None
+        self.bias = 1.0
+        """How much later first tokens come than played forward."""
+        self.spread = 0.15
+        """Mean deviation from that, as a share."""
+
+    def started(self, block_tokens: int, n_blocks: int) -> None:
+        """Begin anew with an engine that has just started: its cache is empty."""
+        self._prefixes = Prefixes(block_tokens, n_blocks)
+
+    def heard(self, outlook: Outlook) -> None:
+        """Take over what the engine says of itself."""
+        if outlook.terms:
+            self.cost.terms = list(outlook.terms)
+            self.cost.pace = outlook.pace
+            self.cost.error = outlook.error
+        self._excess = dict(outlook.excess)
+        for request_id, tokens in outlook.prefilling:
+            job = self.jobs.get(request_id)
+            if job is not None:
+                job.started = True
+                job.tokens = min(job.tokens, tokens)
+
+    def submitted(self, submit: Submit, now: float, verdict: Verdict | None = None) -> None:
+        """Note a request that goes to the engine."""
+        job = self._job(submit, now)
+        if verdict is not None:
+            job.predicted, job.bias = verdict.first_token_s / self.bias, self.bias
+        self.jobs[submit.id] = job
+
+    def answered(self, request_id: str, tokens: int, now: float) -> None:
+        """Note that the engine has said so many more tokens of the request's answer."""
+        job = self.jobs.get(request_id)
+        if job is None:
+            return
+        if not job.answered:
+            job.tokens = 0
+            job.started = True
+            if self._prefixes is not None:
+                self._prefixes.computed(job.submit)
+            if job.predicted > 0.0:
+                ratio = min(3.0, max(1 / 3.0, (now - job.sent) / job.predicted))
+                self.spread += _RATE * (abs(ratio / self.bias - 1.0) - self.spread)
+                self.bias += _RATE * (ratio - self.bias)
+        job.answered += tokens
+
+    def ended(self, request_id: str, *, whole: bool) -> None:
+        """Forget a request; the length of a ``whole`` answer tells of those to come."""
+        job = self.jobs.pop(request_id, None)
+        if job is not None and whole and job.answered:
+            self._answer_tokens += _RATE * (job.answered / max(1, job.submit.params.n) - self._answer_tokens)
+
+    def verdict(self, submit: Submit, now: float) -> Verdict:
+        """Play the queue forward with one more request."""
+        new = self._job(submit, now)
+        alone_s = self.cost.prefill_s(new.tokens, new.known)
+        found = self._play([*self.jobs.values(), new], now)
+        first_s = found[id(new)] * self.bias
+        late = max(0.0, self._guarded(found[id(new)]) - _left(new, now))
+        behind = [job for job in self.jobs.values() if found.get(id(job), 0.0) > found[id(new)]]
+        late_now = [job for job in behind if self._guarded(found[id(job)]) > _left(job, now)]
+        if late_now:
+            without = self._play(list(self.jobs.values()), now)
+            for job in late_now:
+                if self._guarded(without[id(job)]) <= _left(job, now):  # on time, but for the new one
+                    late = max(late, self._guarded(found[id(job)]) - _left(job, now))
+        return Verdict(first_s, late, alone_s)
+
+    def wait_s(self, now: float) -> float:
+        """Return the seconds after which everything that is queued now has its first token."""
+        found = self._play(list(self.jobs.values()), now)
+        return max(found.values(), default=0.0) * self.bias
+
+    def backlog_tokens(self) -> int:
+        """Return how many tokens of prompts wait to be computed."""
+        return sum(job.tokens for job in self.jobs.values())
+
+    def _guarded(self, seconds: float) -> float:
+        return seconds * self.bias * (1.0 + self.spread)
+
+    def _job(self, submit: Submit, now: float) -> Job:
+        cached = self._prefixes.cached(submit) if self._prefixes is not None else 0
+        most = float(submit.params.max_tokens or 1)
+        return Job(submit, len(submit.token_ids) - cached, max(1.0, min(most, self._answer_tokens)), now)
+
+    def _order(self, job: Job, now: float) -> tuple[int, int, float, float]:
+        submit = job.submit
+        excess = int(self._excess.get(submit.tenant, 0.0) / (4 * self._step_tokens))
+        due = inf if submit.ttft_by is None else submit.ttft_by
+        return (submit.priority, excess, due - self.cost.prefill_s(job.tokens, job.known), job.sent)
+
+    def _play(self, jobs: list[Job], now: float) -> dict[int, float]:
+        """Return the seconds to the first token of each job (by ``id``) that has none yet."""
+        queue = [job for job in jobs if not job.decodes]
+        queue.sort(key=lambda job: self._order(job, now))
+        stage = _Stage(self, [job for job in jobs if job.decodes], sum(job.started for job in jobs))
+        oldest = min((job for job in queue if job.started), key=lambda job: job.sent, default=None)
+        found: dict[int, float] = {}
+        for job in queue[:_MOST_PLAYED]:
+            if not job.started:
+                stage.take_place(job.submit.params.n)
+            slowed = oldest is not None and job is not oldest and id(oldest) not in found
+            stage.prefill(job, _OVERTAKEN if slowed else 1.0)
+            found[id(job)] = stage.now_s
+            stage.decode(job)
+        for job in queue[_MOST_PLAYED:]:
+            found[id(job)] = stage.now_s * (1.0 + len(queue) / _MOST_PLAYED)
+        return found
+
+
+def _left(job: Job, now: float) -> float:
+    return inf if job.submit.ttft_by is None else job.submit.ttft_by - now
+
+
+class _Stage:
+    """The engine, played forward: time passes in steps, streams end, places come free."""
+
+    def __init__(self, forecast: Forecast, decoding: list[Job], running: int) -> None:
+        self._forecast = forecast
+        self._ends = [job.left for job in decoding for _ in range(job.submit.params.n)]
+        """Steps at which streams end; a heap."""
+        heapify(self._ends)
+        self._context = sum(len(job.submit.token_ids) + job.answered for job in decoding)
+        self._itl_s = min((job.submit.itl_s or inf for job in decoding), default=inf)
+        self._running = running
+        self._steps = 0.0
+        self._paces: dict[tuple[int, int], tuple[float, float]] = {}
+        # A step is under way, half done on average.
+        self.now_s = 0.5 * self._step_s() if decoding else 0.0
+
+    def take_place(self, count: int) -> None:
+        """Wait until one more may run."""
+        while self._running >= self._forecast._max_running and self._ends:
+            self._pass(self._ends[0] - self._steps, self._step_s())
+        self._running += count
+
+    def prefill(self, job: Job, slowed: float) -> None:
+        """Compute a prompt beside what decodes."""
+        left = job.tokens * slowed
+        while left > 0:
+            chunk, step_s = self._pace(job)
+            steps = left / chunk
+            if self._ends and self._ends[0] - self._steps < steps:
+                steps = max(0.0, self._ends[0] - self._steps)
+            left -= steps * chunk
+            self._pass(steps, step_s)
+            if left < 0.5:
+                break
+
+    def decode(self, job: Job) -> None:
+        """Let its stream begin."""
+        for _ in range(job.submit.params.n):
+            heappush(self._ends, self._steps + max(0.0, job.left - 1.0))
+        self._context += len(job.submit.token_ids)
+        self._itl_s = min(self._itl_s, job.submit.itl_s or inf)
+
+    def _pass(self, steps: float, step_s: float) -> None:
+        steps = max(0.0, steps)
+        self.now_s += steps * step_s
+        self._steps += steps
+        while self._ends and self._ends[0] <= self._steps + 1e-9:
+            heappop(self._ends)
+            self._running -= 1
+            self._context -= self._context // (len(self._ends) + 1)
+
+    def _step_s(self) -> float:
+        return self._forecast.cost.step_s(Shape().with_decodes(len(self._ends), self._context))
+
+    def _pace(self, job: Job) -> tuple[float, float]:
+        """Return tokens of the prompt a step, and the seconds of such a step."""
+        start = job.known + job.tokens // 2
+        key = (len(self._ends), start >> 9)
+        found = self._paces.get(key)
+        if found is None:
+            forecast = self._forecast
+            cost = forecast.cost
+            shape = Shape().with_decodes(len(self._ends), self._context)
+            limit = min(self._itl_s / (1.0 + min(cost.error, 0.5)), forecast._longest_step_s)
+            limit = max(limit, 1.25 * cost.step_s(shape))
+            most = max(1, forecast._step_tokens - len(self._ends))
+            chunk = cost.room(shape, start, limit, most)
+            if not self._ends:
+                chunk = max(chunk, min(32, most))
+            chunk = max(1, chunk)
+            found = self._paces[key] = (float(chunk), cost.step_s(shape.with_prefill(chunk, start)))
+        return found
