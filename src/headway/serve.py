@@ -124,7 +124,7 @@ def _http(host: EngineHost, config: Config, clock: MonotonicClock, metrics: Metr
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    gateway = Gateway(host, config, clock=clock, metrics=metrics)
+    gateway = Gateway(host, config, clock=clock, metrics=metrics, steps=host.steps)
     settings = uvicorn.Config(
         gateway.app,
         http=connection_of(config.server),
@@ -217,6 +217,7 @@ def _observe(metrics: Metrics, status: Status) -> None:
     """Feed the engine's report into the histograms."""
     for step in status.steps:
         metrics.step.observe(step.seconds)
+        metrics.step_error.observe(abs(step.predicted - step.seconds) / step.seconds)
     for phase, cause, seconds in status.freed:
         metrics.cancel_to_free.observe(seconds)
         log.debug("freed a request cancelled in %s (%s) after %.4f s", phase, cause, seconds)

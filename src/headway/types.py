@@ -196,6 +196,28 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Empty while the block pool's invariants hold; else the first one that broke (checked when idle)."""
 
 
+Ran = tuple[tuple[str, int, int], ...]
+"""(request, choice, tokens) of the parts of a step."""
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one step did."""
+
+    started: float
+    seconds: float
+    predicted: float
+    """Seconds that the cost model had said."""
+    decode_rows: int
+    prefill_tokens: int
+    context_tokens: int
+    """Tokens that the decodes read back."""
+    prefill_pairs: int
+    """Pairs of a prompt's token and one before it."""
+    sampled: int
+    ran: Ran = ()
+    """What ran, when a trace was asked for."""
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
     """Three honest answers; ``reason`` says why one is no."""
 

@@ -23,6 +23,8 @@ _PACE_RATE = 0.2
 """How much of an error (as a logarithm) the machine's pace takes over at once."""
 _TERM_RATE = 0.04
 _ERROR_RATE = 0.05
+_DOUBLE = 2.05
+"""Twice the rows take at most this much longer."""
 _OUTLIER = 3.0
 """Steps that take longer by more than this factor are taken for this much: a page fault is no news of the model."""
 
@@ -141,6 +143,17 @@ class CostModel:
         gain = rate * (seconds - total) / squares
         for place, part in said:
             terms[place] *= min(max(1.0 + gain * part, 0.5), 2.0)
+        self._straighten(said[0][0], said[1][0] if len(said) > 1 and said[1][0] < len(KNOTS) else said[0][0])
+
+    def _straighten(self, low: int, high: int) -> None:
+        """Make the other knots agree with those just learned: more rows take longer, twice as many at most twice."""
+        terms = self.terms
+        for place in range(low + 1, len(KNOTS)):
+            before = terms[place - 1]
+            terms[place] = min(max(terms[place], before), _DOUBLE * before)
+        for place in range(high - 1, -1, -1):
+            after = terms[place + 1]
+            terms[place] = min(max(terms[place], after / _DOUBLE), after)
 
 
 def _guess(one_s: float) -> list[float]:

@@ -22,9 +22,7 @@ from headway.engine.messages import (
     FromEngine,
     Logprobs,
     Outlook,
-    Ran,
     Refused,
-    StepReport,
     Submit,
 )
 from headway.engine.messages import Status as StatusMessage
@@ -44,7 +42,7 @@ from headway.errors import (
 )
 from headway.kernels.draws import Floats
 from headway.telemetry.clock import Clock
-from headway.types import Finish, Load
+from headway.types import Finish, Load, Ran, StepReport
 
 _log = logging.getLogger("headway.engine")
 

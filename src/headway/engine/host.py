@@ -24,7 +24,6 @@ from headway.engine.messages import (
     Refused,
     Started,
     Status,
-    StepReport,
     Submit,
     Trace,
 )
@@ -41,7 +40,7 @@ from headway.errors import (
 )
 from headway.models.checkpoint import Checkpoint, open_checkpoint
 from headway.telemetry.clock import Clock, MonotonicClock
-from headway.types import Chunk, Health, JsonObject, Load, Message, ModelCard, Request
+from headway.types import Chunk, Health, JsonObject, Load, Message, ModelCard, Request, StepReport
 
 log = logging.getLogger("headway.engine")
 
@@ -50,6 +49,7 @@ LONG_TEXT = 4_000
 MANY_MESSAGES = 64
 """Messages from which rendering leaves the event loop too, however short they are."""
 SHORTEST_RETRY_S = 0.05
+WAIT_FRESH_S = 0.1
 START_ATTEMPTS = 3
 """Starts that may fail in a row before the engine counts as dead; it is still tried again, in case the cause goes."""
 LONGEST_PAUSE_S = 10.0
@@ -103,6 +103,7 @@ class EngineHost:
         self._start_error: HeadwayError | None = None
         """What a starting engine said that it fails with; it counts when the process is gone."""
         self._load = Load()
+        self._wait_s, self._wait_at = 0.0, -1.0
         self._beat = 0.0
         self._busy_since: float | None = None
         self._draining = False
@@ -251,10 +252,13 @@ class EngineHost:
 
     def load(self) -> Load:
         """Return the engine's newest report, with what is predicted from it now."""
+        now = self._clock.now()
+        if now - self._wait_at > WAIT_FRESH_S:  # playing a long queue forward is not free
+            self._wait_s, self._wait_at = self._forecast.wait_s(now), now
         return msgspec.structs.replace(
             self._load,
             backlog_tokens=self._forecast.backlog_tokens(),
-            wait_s=self._forecast.wait_s(self._clock.now()),
+            wait_s=self._wait_s,
             step_error=self._forecast.cost.error,
         )
 

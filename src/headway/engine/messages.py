@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from headway.types import EngineTiming, Finish, Load, Params
+from headway.types import EngineTiming, Finish, Load, Params, StepReport
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -84,28 +84,6 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     code: str
     message: str
     retry_after_s: float | None = None
-
-
-Ran = tuple[tuple[str, int, int], ...]
-"""(request, choice, tokens) of the parts of a step."""
-
-
-class StepReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What one step did."""
-
-    started: float
-    seconds: float
-    predicted: float
-    """Seconds that the cost model had said."""
-    decode_rows: int
-    prefill_tokens: int
-    context_tokens: int
-    """Tokens that the decodes read back."""
-    prefill_pairs: int
-    """Pairs of a prompt's token and one before it."""
-    sampled: int
-    ran: Ran = ()
-    """What ran, when a trace was asked for."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -68,7 +68,10 @@ class Admit:
         return max(self._backend.load().waiting, self.admitted - self._max_running)
 
     def predicted_wait_s(self) -> float:
-        """Return when the present queue will be gone at the recent throughput; one second when nothing is known."""
+        """Return when the present queue will be gone: as the backend predicts, else at the recent throughput."""
+        predicted = self._backend.load().wait_s
+        if predicted > 0.0:
+            return min(LONGEST_S, max(0.1, predicted))
         if len(self._ended) < 2:
             return 1.0
         span = self._clock.now() - self._ended[0]

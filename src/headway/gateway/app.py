@@ -12,7 +12,7 @@ from headway.config import Config
 from headway.errors import ClientError, HeadwayError, MethodNotAllowed, NotFound, Overloaded
 from headway.gateway.admit import Admit
 from headway.gateway.dispatch import Dispatch
-from headway.gateway.endpoints import Endpoints, no_model_of
+from headway.gateway.endpoints import Endpoints, Steps, no_model_of
 from headway.gateway.generate import Generation, internal_error
 from headway.gateway.http import App, ClientGone, Exchange, Receive, Scope, Send
 from headway.gateway.openapi import document
@@ -31,7 +31,13 @@ class Gateway:
     """The HTTP side of one server; ``app`` is pure ASGI, so that disconnects and back-pressure reach it."""
 
     def __init__(
-        self, backend: Backend, config: Config, *, clock: Clock | None = None, metrics: Metrics | None = None
+        self,
+        backend: Backend,
+        config: Config,
+        *,
+        clock: Clock | None = None,
+        metrics: Metrics | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self._config = config
         self._clock = clock or MonotonicClock()
@@ -53,7 +59,7 @@ class Gateway:
             Dispatch(ledgers),
         )
         generation = Generation(backend, config, compose(self.stages, backend.generate), ledgers, self.metrics)
-        points = Endpoints(backend, config, self._admit, ledgers, self.metrics, document)
+        points = Endpoints(backend, config, self._admit, ledgers, self.metrics, document, steps)
         self._routes: dict[str, dict[str, Handler]] = {
             "/": {"GET": points.page},
             "/v1/chat/completions": {"POST": generation.chat},
@@ -68,6 +74,7 @@ class Gateway:
             "/health/live": {"GET": points.live},
             "/health/ready": {"GET": points.ready},
             "/health/load": {"GET": points.load},
+            "/debug/steps": {"GET": points.steps},
             "/openapi.json": {"GET": points.openapi},
         }
         self._points = points

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import statistics
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
+from urllib.parse import parse_qs
 
 import msgspec
 
 from headway.config import Config
-from headway.errors import InvalidRequest, ModelNotFound, NotFound, TemplateError
+from headway.errors import InvalidRequest, ModelNotFound, NotFound, PermissionDenied, TemplateError
 from headway.gateway.admit import Admit
 from headway.gateway.decode import decode_off_loop
 from headway.gateway.http import Exchange
@@ -17,7 +20,13 @@ from headway.gateway.parse import find_model, messages, tools
 from headway.gateway.wire import Detokenized, ModelList, Tokens, model_body
 from headway.telemetry.budget import Ledgers
 from headway.telemetry.metrics import CONTENT_TYPE, Metrics
-from headway.types import Backend
+from headway.types import Backend, StepReport
+
+MOST_STEPS: Final = 1000
+
+
+Steps = Callable[[int], Awaitable[Sequence[StepReport]]]
+"""Returns the last steps; waits for so many that are traced."""
 
 PAGE: Final = b"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>headway</title>
@@ -44,6 +53,7 @@ class Endpoints:
         ledgers: Ledgers,
         metrics: Metrics,
         openapi: Callable[[], bytes],
+        steps: Steps | None = None,
     ) -> None:
         self._backend = backend
         self._config = config
@@ -51,6 +61,7 @@ class Endpoints:
         self._ledgers = ledgers
         self._metrics = metrics
         self._openapi = openapi
+        self._steps = steps
 
     async def page(self, exchange: Exchange) -> None:
         """GET /."""
@@ -140,9 +151,67 @@ class Endpoints:
                 **msgspec.to_builtins(self._backend.load()),
                 "admitted": self._admit.admitted,
                 "predicted_wait_ms": round(self._admit.predicted_wait_s() * 1000) if self._admit.waiting() else 0,
+                "overloaded": self._overloaded(),
                 "draining": self._admit.draining,
             }
         )
+
+    def _overloaded(self) -> bool:
+        """Whether a request of the default class would wait longer than it is promised."""
+        promised = self._config.slo.of(self._config.slo.default).ttft_s
+        full = self._admit.waiting() >= self._config.engine.max_waiting
+        return full or (promised is not None and self._backend.load().wait_s > promised)
+
+    async def steps(self, exchange: Exchange) -> None:
+        """GET /debug/steps: the engine's last steps; ``trace=N`` waits for the next N, and names what ran in them."""
+        if not _is_loopback(self._config.server.host):
+            raise PermissionDenied("/debug/steps is for administrators: it answers only where headway is on loopback")
+        if self._steps is None:
+            raise NotFound("the backend has no steps of its own to show")
+        last = _whole(exchange.query, "last", 100)
+        trace = _whole(exchange.query, "trace", 0)
+        reports = await self._steps(trace)
+        shown = [step for step in reports if step.ran][-trace:] if trace else reports[len(reports) - last :]
+        await exchange.respond_json(
+            {
+                "steps": [_step_json(step) for step in shown],
+                "median_error": statistics.median(map(_error, shown)) if shown else None,
+            }
+        )
+
+
+def _error(step: StepReport) -> float:
+    return abs(step.predicted - step.seconds) / max(step.seconds, 1e-9)
+
+
+def _step_json(step: StepReport) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "started": step.started,
+        "took_ms": round(1e3 * step.seconds, 3),
+        "predicted_ms": round(1e3 * step.predicted, 3),
+        "decode_rows": step.decode_rows,
+        "prefill_tokens": step.prefill_tokens,
+        "context_tokens": step.context_tokens,
+        "sampled": step.sampled,
+    }
+    if step.ran:
+        row["ran"] = [{"id": name, "choice": choice, "tokens": tokens} for name, choice, tokens in step.ran]
+    return row
+
+
+def _whole(query: str, name: str, default: int) -> int:
+    """Return a number of the query; InvalidRequest names one that is none, or more than is kept."""
+    text = parse_qs(query, keep_blank_values=True).get(name, [str(default)])[-1]
+    if not text.isascii() or not text.isdecimal() or not 0 <= int(text[:9]) <= MOST_STEPS:
+        raise InvalidRequest(f"{name}={text[:40]!r} must be a number from 0 to {MOST_STEPS}", param=name)
+    return int(text)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def no_model_of(kind: str) -> Callable[[Exchange], Any]:

@@ -48,6 +48,7 @@ class Exchange:
         "method",
         "model",
         "path",
+        "query",
         "receive",
         "started",
         "status",
@@ -58,6 +59,7 @@ class Exchange:
         self.clock = clock
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
         # latin-1 decodes any byte; of repeated headers the last one counts.
         self.headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         asked = self.headers.get("x-request-id", "")

@@ -57,6 +57,7 @@ def document() -> bytes:
         "/health/live": _get(None, "The engine's steps advance", unavailable=True),
         "/health/ready": _get(None, "A request sent now would be run", unavailable=True),
         "/health/load": _get(None, "How busy the server is"),
+        "/debug/steps": _get(None, "The engine's last steps: what ran, what was predicted, what it took"),
         "/openapi.json": _get(None, "This description"),
         "/": _plain("text/html", "A page with links"),
     }
