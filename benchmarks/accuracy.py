@@ -89,7 +89,8 @@ def measure(name: str, kv_dtypes: Sequence[str], tokens: int, weights: str) -> N
     for kv, run in natives.items():
         found = summary(parts[kv])
         print(
-            f"| {name}, {run.kernels.isa}, KV {kv}, weights {weights} | {found.positions:,} | {found.mean_kl:.5f} | {found.p99_kl:.4f}"
+            f"| {name}, {run.kernels.isa}, KV {kv}, weights {weights} | {found.positions:,}"
+            f" | {found.mean_kl:.5f} | {found.p99_kl:.4f}"
             f" | {100 * found.top1:.1f} % | {100 * (found.perplexity_ratio - 1):+.2f} % |",
             flush=True,
         )

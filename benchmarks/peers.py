@@ -5,7 +5,8 @@ usage: python -m benchmarks.peers --install llama.cpp          (a virtual enviro
 A peer that is not installed, or does not start, is left out, with a line that says so. Prompts are token ids of the
 same count for all; peers run in processes of their own, one at a time. llama.cpp reads the file itself, the others
 what it dequantises to: transformers in float32 (bfloat16 with AMX), OpenVINO in int8 and in int4 by groups of 128,
-vLLM in bfloat16; llama.cpp-q4_0 is the same file requantized to llama.cpp's fastest kind. Prints a table for docs/performance.md.
+vLLM in bfloat16; llama.cpp-q4_0 is the same file requantized to llama.cpp's fastest kind. Prints a table for
+docs/performance.md.
 """
 
 from __future__ import annotations

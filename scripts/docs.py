@@ -9,7 +9,10 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -62,6 +65,15 @@ def _field_docs(kind: type) -> dict[str, str]:
     return found
 
 
+def _parts(name: str, made: msgspec.Struct) -> Iterator[tuple[str, type[msgspec.Struct], msgspec.Struct]]:
+    """Yield (dotted name, type, defaults) of a part of the settings and of those inside it."""
+    yield name, type(made), made
+    for field in made.__struct_fields__:
+        inner = getattr(made, field)
+        if isinstance(inner, msgspec.Struct):
+            yield from _parts(f"{name}.{field}" if name else field, inner)
+
+
 def settings() -> str:
     """Return a table of every setting of headway.yaml and of the environment."""
     lines = [
@@ -70,15 +82,14 @@ def settings() -> str:
         "`headway.yaml` (given with `--config`) may hold any of these; unknown keys are refused. An example:\n",
         "```yaml\n" + EXAMPLE + "```",
     ]
-    parts = [("", config.Config), ("engine", config.EngineConfig), ("server", config.ServerConfig)]
-    for name, kind in parts:
+    for name, kind, made in _parts("", config.Config()):
         lines += [f"\n## {name or 'top level'}\n", "| setting | default | meaning |", "| --- | --- | --- |"]
         docs = _field_docs(kind)
         hints = typing.get_type_hints(kind)
         for field in kind.__struct_fields__:
-            if name == "" and field in {"engine", "server"}:
-                continue
-            default = kind.__struct_defaults__[kind.__struct_fields__.index(field)]
+            default = getattr(made, field)
+            if isinstance(default, msgspec.Struct):
+                continue  # a part of its own
             choices = typing.get_args(hints[field]) if typing.get_origin(hints[field]) is typing.Literal else ()
             meaning = docs[field] + (f" One of {', '.join(map(str, choices))}." if choices else "")
             lines.append(f"| `{name + '.' if name else ''}{field}` | `{default}` | {meaning} |")

@@ -7,6 +7,8 @@ idleness saves nothing up. Differences within a quantum do not count: there the 
 
 from __future__ import annotations
 
+QUANTUM = 64
+"""Tokens: tenants that differ by less are served by their deadlines alone."""
 _MOST_IDLE = 4096
 """Counters kept of tenants without work, before those that no longer matter are dropped."""
 
@@ -14,7 +16,7 @@ _MOST_IDLE = 4096
 class Shares:
     """The counters of the tenants that have work, and of those whose debt is not forgotten."""
 
-    def __init__(self, quantum: int) -> None:
+    def __init__(self, quantum: int = QUANTUM) -> None:
         self._quantum = quantum
         self._served: dict[str, float] = {}
         self._active: dict[str, int] = {}

@@ -9,12 +9,13 @@ as answers have lately been. What it predicted is compared with what came, and t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from headway.engine.cost import CostModel, Shape
+from headway.engine.fairness import QUANTUM
 from headway.engine.messages import Outlook, Submit
 
 _RATE = 0.1
@@ -171,26 +172,38 @@ class Forecast:
         """Play the queue forward with one more request."""
         new = self._job(submit, now)
         alone_s = self.cost.prefill_s(new.tokens, new.known)
-        found = self._play([*self.jobs.values(), new], now)
+        found = self._play([*self.jobs.values(), new])
         first_s = found[id(new)] * self.bias
         late = max(0.0, self._guarded(found[id(new)]) - _left(new, now))
         behind = [job for job in self.jobs.values() if found.get(id(job), 0.0) > found[id(new)]]
-        late_now = [job for job in behind if self._guarded(found[id(job)]) > _left(job, now)]
+        late_now = [
+            job
+            for job in behind
+            if self._guarded(found[id(job)]) > _left(job, now) and self._owes(submit.tenant, job.submit.tenant)
+        ]
         if late_now:
-            without = self._play(list(self.jobs.values()), now)
+            without = self._play(list(self.jobs.values()))
             for job in late_now:
                 if self._guarded(without[id(job)]) <= _left(job, now):  # on time, but for the new one
                     late = max(late, self._guarded(found[id(job)]) - _left(job, now))
         return Verdict(first_s, late, alone_s)
 
-    def wait_s(self, now: float) -> float:
+    def wait_s(self) -> float:
         """Return the seconds after which everything that is queued now has its first token."""
-        found = self._play(list(self.jobs.values()), now)
+        found = self._play(list(self.jobs.values()))
         return max(found.values(), default=0.0) * self.bias
 
     def backlog_tokens(self) -> int:
         """Return how many tokens of prompts wait to be computed."""
         return sum(job.tokens for job in self.jobs.values())
+
+    def _owes(self, tenant: str, other: str) -> bool:
+        """Whether a tenant has to mind what it does to another: not to one that has had more than itself."""
+        if tenant == other:
+            return True
+        mine = sum(job.tokens for job in self.jobs.values() if job.submit.tenant == tenant)
+        theirs = sum(job.tokens for job in self.jobs.values() if job.submit.tenant == other)
+        return self._excess.get(tenant, 0.0) + mine >= self._excess.get(other, 0.0) + theirs
 
     def _guarded(self, seconds: float) -> float:
         return seconds * self.bias * (1.0 + self.spread)
@@ -200,16 +213,35 @@ class Forecast:
         most = float(submit.params.max_tokens or 1)
         return Job(submit, len(submit.token_ids) - cached, max(1.0, min(most, self._answer_tokens)), now)
 
-    def _order(self, job: Job, now: float) -> tuple[int, int, float, float]:
+    def _order(self, job: Job) -> tuple[int, float, float]:
         submit = job.submit
-        excess = int(self._excess.get(submit.tenant, 0.0) / (4 * self._step_tokens))
         due = inf if submit.ttft_by is None else submit.ttft_by
-        return (submit.priority, excess, due - self.cost.prefill_s(job.tokens, job.known), job.sent)
+        return (submit.priority, due - self.cost.prefill_s(job.tokens, job.known), job.sent)
 
-    def _play(self, jobs: list[Job], now: float) -> dict[int, float]:
+    def _in_order(self, queue: list[Job]) -> Iterator[Job]:
+        """Yield the jobs as the scheduler would take them: by importance, tenants in turn by tokens, by slack."""
+        tenants: dict[str, list[Job]] = {}
+        for job in sorted(queue, key=self._order, reverse=True):
+            tenants.setdefault(job.submit.tenant, []).append(job)
+        served = {tenant: self._excess.get(tenant, 0.0) for tenant in tenants}
+
+        def place(tenant: str) -> tuple[int, int, float, float, str]:
+            priority, slack, sent = self._order(tenants[tenant][-1])
+            return (priority, int(served[tenant] / QUANTUM), slack, sent, tenant)
+
+        heads = [place(tenant) for tenant in tenants]
+        heapify(heads)
+        while heads:
+            tenant = heappop(heads)[-1]
+            job = tenants[tenant].pop()
+            yield job
+            served[tenant] += job.tokens + job.expected
+            if tenants[tenant]:
+                heappush(heads, place(tenant))
+
+    def _play(self, jobs: list[Job]) -> dict[int, float]:
         """Return the seconds to the first token of each job (by ``id``) that has none yet."""
-        queue = [job for job in jobs if not job.decodes]
-        queue.sort(key=lambda job: self._order(job, now))
+        queue = list(self._in_order([job for job in jobs if not job.decodes]))
         stage = _Stage(self, [job for job in jobs if job.decodes], sum(job.started for job in jobs))
         oldest = min((job for job in queue if job.started), key=lambda job: job.sent, default=None)
         found: dict[int, float] = {}

@@ -254,7 +254,7 @@ class EngineHost:
         """Return the engine's newest report, with what is predicted from it now."""
         now = self._clock.now()
         if now - self._wait_at > WAIT_FRESH_S:  # playing a long queue forward is not free
-            self._wait_s, self._wait_at = self._forecast.wait_s(now), now
+            self._wait_s, self._wait_at = self._forecast.wait_s(), now
         return msgspec.structs.replace(
             self._load,
             backlog_tokens=self._forecast.backlog_tokens(),

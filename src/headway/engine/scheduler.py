@@ -19,8 +19,8 @@ again later. Importance never changes and preempted sequences come back in its o
 priority, when their tokens and a watermark fit: hence between two ends of sequences nobody is preempted twice (blocks
 that waiting siblings give back aside), and the most important one always runs to its end.
 
-While none of its tenant and priority is admitted, a waiting sequence gains one priority level per ``aging_s``; admission
-obeys the gained level, so nobody starves in the queue; the share for the oldest sees to it afterwards.
+While none of its tenant and priority is admitted, a waiting sequence gains one priority level per ``aging_s``;
+admission obeys the gained level, so nobody starves in the queue; the share for the oldest sees to it afterwards.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _OLDEST_SHARE = 4
 _ALONE_TOKENS = 32
 """A chunk with no decode beside it has at least so many tokens, whatever they take: fewer waste the reading of the
 weights."""
+_CRUMB_TOKENS = 8
+"""A chunk that would be shorter, and is not a prompt's rest, waits for the next step."""
 _STRETCH = 1.25
-"""Prefill may make a step this much longer even where decodes alone take all that their target allows: it must get on."""
+"""Prefill may make a step this much longer even where decodes alone take all that their target allows."""
 _MOST_KINDS = 4096
 """Tenants and priorities whose last admission is remembered, before all are forgotten."""
-_QUANTUM_STEPS = 4
-"""Tenants that differ by less than so many full steps' tokens are served alike."""
 
 _by_order = attrgetter("order")
 
@@ -69,7 +69,7 @@ class Scheduler:
         self.cost = cost
         self.step_tokens = config.step_tokens
         self.longest_step_s = config.longest_step_s
-        self.shares = Shares(_QUANTUM_STEPS * config.step_tokens)
+        self.shares = Shares()
         self._admitted_at: dict[tuple[str, int], float] = {}
         """When a sequence of this tenant and priority was last admitted, while some wait."""
         # A step computes at least one token of each running sequence, within the budget.
@@ -109,11 +109,16 @@ class Scheduler:
             budget -= granted[oldest]
             shape = shape.with_prefill(granted[oldest], oldest.computed, int(granted[oldest] == oldest.remaining))
         for sequence in self._candidates(prefilling, now):
-            if budget <= 0 or (granted and self._room(shape, sequence, granted.get(sequence, 0), limit_s, budget) <= 0):
+            before = granted.get(sequence, 0)
+            left = sequence.remaining - before
+            if left <= 0:
+                continue
+            if budget <= 0 or (
+                granted and self._room(shape, sequence, before, limit_s, budget) < min(left, _CRUMB_TOKENS)
+            ):
                 break
             if sequence.status is Status.WAITING and not (self._keeps_pace(sequence) and self._admit(sequence, now)):
                 break  # the head of the queue keeps its turn: nothing overtakes it for want of blocks
-            before = granted.get(sequence, 0)
             room = self._room(shape, sequence, before, limit_s, budget)
             take = min(sequence.remaining - before, room if granted else max(room, 1))
             if take <= 0:
