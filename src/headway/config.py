@@ -117,6 +117,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Server-side limit on a whole request; a caller may ask for less (``x-request-timeout-ms``)."""
     recent_requests: Positive = 1000
     """Ledgers kept for ``/v1/requests/{id}/timing``."""
+    tenant_header: str = ""
+    """Header whose value names the tenant (x-tenant, say), where a proxy in front sets it for every request; tenants
+    share no cached prefixes, and get equal shares of the engine. Empty: all are one tenant."""
     access_log: bool = False
     """One JSON line per request on stderr."""
 

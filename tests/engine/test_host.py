@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,10 +27,11 @@ from headway.errors import (
     HeadwayError,
     InvalidRequest,
     NeverFits,
+    OutOfReach,
     Overloaded,
 )
 from headway.models.checkpoint import Checkpoint
-from headway.types import Chunk, Finish, Message, Params, Request
+from headway.types import Chunk, Finish, Message, Params, Request, Slo
 
 GREEDY = Params(temperature=0.0, max_tokens=24, ignore_eos=True)
 LONG = Params(temperature=0.0, max_tokens=1900, ignore_eos=True)
@@ -457,3 +459,83 @@ def test_the_engine_process_leaves_when_its_parent_is_killed(tiny_model: Path) -
     while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text().split()[2]:
         assert time.monotonic() < deadline, "the engine process outlived its parent"
         time.sleep(0.05)
+
+
+def promise(host: EngineHost, ttft_s: float, *, asked: bool = False) -> dict[str, Any]:
+    return {"slo": Slo(ttft_s=ttft_s, ttft_asked=asked), "arrived": host._clock.now()}
+
+
+def test_a_first_token_that_would_be_late_is_refused_on_arrival(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model, max_running=1) as host:
+            stream = host.generate(request("long", params=LONG))
+            await anext(stream)
+            began = time.monotonic()
+            with pytest.raises(Overloaded, match="were promised") as caught:
+                await collect(host, request("late", **promise(host, 0.05)))
+            assert time.monotonic() - began < 0.05
+            assert caught.value.should_retry is None
+            assert caught.value.retry_after_s is not None
+            assert 0.05 <= caught.value.retry_after_s < 60.0
+            assert host.load().wait_s >= 0.0
+            await stream.aclose()
+            await until(idle(host))
+            assert await collect(host, request("fine", **promise(host, 5.0)))
+
+    drive(scenario)
+
+
+def test_a_target_that_the_prompt_alone_misses_is_refused_for_good(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model) as host:
+            with pytest.raises(OutOfReach, match="alone") as caught:
+                await collect(host, request("hasty", "the quick brown fox " * 40, **promise(host, 1e-6, asked=True)))
+            assert caught.value.should_retry is False
+            # A default is no reason to refuse a prompt that merely is long.
+            assert await collect(host, request("default", "the quick brown fox " * 40, **promise(host, 0.02)))
+
+    drive(scenario)
+
+
+def test_the_last_steps_are_kept_and_a_trace_names_what_ran(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model) as host:
+            await collect(host, request("before"))
+            await until(lambda: bool(host._steps))
+            assert not any(step.ran for step in await host.steps())
+            stream = asyncio.create_task(collect(host, request("traced", params=LONG)))
+            traced = [step for step in await host.steps(trace=5) if step.ran]
+            assert len(traced) >= 5
+            assert {name for step in traced for name, _, _ in step.ran} == {"traced"}
+            assert all(step.predicted > 0.0 for step in traced)
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+            assert await host.steps(trace=3, patience_s=0.1)  # nothing runs: it does not wait for ever
+
+    drive(scenario)
+
+
+def test_a_repeated_prompt_is_predicted_as_cached(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model) as host:
+            text = "the quick brown fox " * 60
+            await collect(host, request("first", text))
+            submit = await host._prepare(request("second", text))
+            fresh = await host._prepare(request("other", "another beginning " + text))
+            now = host._clock.now()
+            assert host._forecast.verdict(submit, now).alone_s < 0.3 * host._forecast.verdict(fresh, now).alone_s
+
+    drive(scenario)
+
+
+def test_what_is_known_of_a_request_ends_with_it(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        async with running(tiny_model) as host:
+            await collect(host, request("whole"))
+            stream = host.generate(request("cut", params=LONG))
+            await anext(stream)
+            assert set(host._forecast.jobs) == {"cut"}
+            await stream.aclose()
+            assert not host._forecast.jobs
+
+    drive(scenario)

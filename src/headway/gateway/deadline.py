@@ -39,11 +39,12 @@ def read_patience(headers: Mapping[str, str], *, stream: bool, limit_s: float | 
     )
 
 
-def promised(request: Request, patience: Patience, config: SloConfig) -> Request:
-    """Return the request with its deadline, and with targets of its own or of its class."""
+def promised(request: Request, patience: Patience, config: SloConfig, tenant: str = "") -> Request:
+    """Return the request with its tenant, its deadline, and targets of its own or of its class."""
     kind = config.of(patience.slo_class or config.default)
     return msgspec.structs.replace(
         request,
+        tenant=tenant,
         deadline=None if patience.total_s is None else request.arrived + patience.total_s,
         priority=request.priority + kind.priority,
         slo=Slo(

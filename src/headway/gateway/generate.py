@@ -26,6 +26,7 @@ from headway.telemetry.budget import Ledger, Ledgers
 from headway.telemetry.metrics import Metrics
 from headway.types import Backend
 
+LONGEST_TENANT: Final = 128
 GRACE_S: Final = 0.1
 """How long past a deadline the backend's own answer is awaited: it knows whether the request ever ran."""
 _encode = msgspec.json.Encoder().encode
@@ -99,8 +100,13 @@ class Generation:
 
         call = await asyncio.to_thread(work) if len(raw) > LARGE_BYTES else work()
         patience = read_patience(exchange.headers, stream=call.stream, limit_s=self._config.server.request_s)
-        requests = tuple(promised(request, patience, self._config.slo) for request in call.requests)
+        tenant = self._tenant(exchange)
+        requests = tuple(promised(request, patience, self._config.slo, tenant) for request in call.requests)
         return msgspec.structs.replace(call, requests=requests)
+
+    def _tenant(self, exchange: Exchange) -> str:
+        name = self._config.server.tenant_header.lower()
+        return exchange.headers.get(name, "")[:LONGEST_TENANT] if name else ""
 
     async def _run(self, exchange: Exchange, call: Call, request_id: str) -> None:
         """Run the Call until its answer is written, its client is gone or its time is up."""
