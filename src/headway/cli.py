@@ -41,6 +41,41 @@ def _threads(text: str) -> int:
 _threads.__name__ = "positive integer"
 
 
+def _measure(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
+
+
+_measure.__name__ = "positive number"
+
+
+def _from_zero(text: str) -> float:
+    return 0.0 if float(text) == 0 else _measure(text)
+
+
+_from_zero.__name__ = "number from 0"
+
+
+def _span(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    span = int(least), int(most or least)
+    if not 1 <= span[0] <= span[1]:
+        raise ValueError(text)
+    return span
+
+
+_span.__name__ = "N or MIN-MAX"
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, colon, value = text.partition(":")
+    if not colon or not name.strip() or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no header: expected 'Name: value'")
+    return name.strip(), value.strip()
+
+
 def _port(text: str) -> int:
     value = int(text)
     if not 0 <= value <= 65535:
@@ -81,6 +116,44 @@ def _engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefill", choices=("exact", "fast"), help="fast trades exact repetition for speed on AMX (default: exact)"
     )
+
+
+def _bench_serve(serve: argparse.ArgumentParser) -> None:
+    """Options of the load generator; those that shape requests are None when not given, since a trace excludes them."""
+    add = serve.add_argument
+    add("--url", required=True, metavar="U", help="the server, such as http://127.0.0.1:8000, with or without /v1")
+    add("--model", required=True, metavar="M", help="the model's name at that server")
+    load = serve.add_mutually_exclusive_group(required=True)
+    load.add_argument(
+        "--rate", type=_measure, metavar="R", help="open loop: requests a second, whatever the server does"
+    )
+    load.add_argument("--concurrency", type=_positive, metavar="C", help="closed loop: streams that wait for answers")
+    load.add_argument("--trace", type=Path, metavar="F.jsonl", help="replay a trace in the Mooncake format")
+    add("--arrivals", choices=("poisson", "constant"), help="of --rate (default: poisson)")
+    add("--speed", type=_measure, metavar="X", help="of --trace: so many times as fast (default: 1)")
+    add("--duration", type=_measure, metavar="S", help="send for so many seconds after the warm-up")
+    add("--requests", type=_positive, metavar="N", help="send at most so many requests that count")
+    add("--warmup", type=_from_zero, default=0.0, metavar="S", help="send for so many seconds that do not count")
+    add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and prompts (default: %(default)s)")
+    add("--input-tokens", type=_span, metavar="N|MIN-MAX", help="length of prompts (default: 128)")
+    add("--output-tokens", type=_span, metavar="N|MIN-MAX", help="max_tokens of answers (default: 64)")
+    add("--shared-prefix-tokens", type=_positive, metavar="N", help="how much of each prompt is the same in all")
+    add("--endpoint", choices=("chat", "completions"), default="chat", help="default: %(default)s")
+    add("--temperature", type=float, default=0.0, metavar="T", help="default: %(default)s (greedy)")
+    add("--ignore-eos", action="store_true", help="ask for answers of the full length; not every server knows it")
+    add("--api-key", metavar="K", help="bearer token (default: OPENAI_API_KEY)")
+    add("--header", type=_header, action="append", default=[], metavar="'Name: value'", help="repeatable")
+    add("--slo-ttft-ms", type=_measure, metavar="X", help="goodput: the first token comes within this")
+    add(
+        "--slo-tpot-ms",
+        type=_measure,
+        metavar="X",
+        help="goodput: a token after the first takes at most this, on average",
+    )
+    add("--slo-itl-ms", type=_measure, metavar="X", help="goodput: no gap between two deltas is longer")
+    add("--timeout", type=_measure, default=300.0, metavar="S", help="limit of a request (default: %(default)s)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--html", type=Path, metavar="FILE", help="also write a page with plots")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -152,6 +225,8 @@ def build_parser() -> argparse.ArgumentParser:
     engine.add_argument("--profile", action="store_true", help="show where a step's time goes, by Op, instead of rates")
     engine.add_argument("--json", action="store_true", help="print one JSON object")
     _engine(engine)
+
+    _bench_serve(kinds.add_parser("serve", help="load an OpenAI-compatible server and measure it as a client does"))
 
     doctor = commands.add_parser("doctor", help="what this machine offers, what headway chose, and why")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace, engine: EngineConfig | None) -> int:
         "generate": lambda: generate(args, config),
         "chat": lambda: chat(args, config),
         "eval": lambda: evaluate(args, config),
-        "bench": lambda: bench_engine(args, config),
+        "bench": lambda: _bench_serve(args) if args.bench == "serve" else bench_engine(args, config),
         "doctor": lambda: doctor(args),
     }
     return chosen[args.command]()
@@ -279,6 +279,12 @@ def bench_engine(args: argparse.Namespace, config: EngineConfig) -> int:
     else:
         print(table(report))
     return 0
+
+
+def _bench_serve(args: argparse.Namespace) -> int:
+    from headway.bench.command import bench_serve
+
+    return bench_serve(args, environment())
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -144,6 +144,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     isa: str = ""
     """HEADWAY_ISA: native kernels' instruction set (amx, avx512, avx2_vnni, avx2, neon_i8mm, neon, scalar); by default
     the best here."""
+    openai_api_key: str = ""
+    """OPENAI_API_KEY: the key that `headway bench serve` shows to the server that it measures."""
 
 
 def environment(environ: Mapping[str, str] | None = None) -> Environment:
@@ -152,7 +154,12 @@ def environment(environ: Mapping[str, str] | None = None) -> Environment:
     base = env.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = env.get("HEADWAY_CACHE") or str(Path(base) / "headway")
     offline = env.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}
-    return Environment(cache=Path(cache).expanduser(), hub_offline=offline, isa=env.get("HEADWAY_ISA", ""))
+    return Environment(
+        cache=Path(cache).expanduser(),
+        hub_offline=offline,
+        isa=env.get("HEADWAY_ISA", ""),
+        openai_api_key=env.get("OPENAI_API_KEY", ""),
+    )
 
 
 def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Config:
