@@ -134,7 +134,13 @@ def _bench_serve(serve: argparse.ArgumentParser) -> None:
     add("--duration", type=_measure, metavar="S", help="send for so many seconds after the warm-up")
     add("--requests", type=_positive, metavar="N", help="send at most so many requests that count")
     add("--warmup", type=_from_zero, default=0.0, metavar="S", help="send for so many seconds that do not count")
-    add("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and prompts (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of arrivals, lengths and prompts; a server's cache may know a run's by now (default: %(default)s)",
+    )
     add("--input-tokens", type=_span, metavar="N|MIN-MAX", help="length of prompts (default: 128)")
     add("--output-tokens", type=_span, metavar="N|MIN-MAX", help="max_tokens of answers (default: 64)")
     add("--shared-prefix-tokens", type=_positive, metavar="N", help="how much of each prompt is the same in all")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -90,6 +91,20 @@ def test_a_generator_that_is_late_cannot_hide_it() -> None:
     lag = summarise(result.counted).lag_ms["max"]
     assert lag is not None
     assert lag > 100
+
+
+def test_a_burst_is_cut_at_the_most_and_goes_out_one_by_one() -> None:
+    made: list[float] = []
+
+    def burst() -> Iterator[Planned]:
+        for _ in range(30):
+            made.append(time.monotonic())
+            yield Planned(prompt="x", output_tokens=1)
+
+    result, server = loaded(QUICK, OpenLoop(requests=burst()), most_requests=12)
+    assert len(server.bodies) == len(result.counted) == 12
+    first_sent = min(record.sent_s for record in result.records) + result.started
+    assert first_sent < made[5]  # it did not wait until all were made
 
 
 def test_a_closed_loop_keeps_exactly_so_many_in_flight() -> None:

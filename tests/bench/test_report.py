@@ -105,3 +105,4 @@ def test_equal_values_are_a_curve() -> None:
     picture = svg.cumulative("t", "ms", [5.0, 5.0, 5.0])
     assert ET.fromstring(picture).find("polyline") is not None
     assert svg.decades(0.02, 40_000.0) == pytest.approx([0.1, 1, 10, 100, 1000, 10_000])
+    assert len(svg.decades(61.0, 94.0)) >= 3

@@ -91,6 +91,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.first_s is None else self.first_s - self.scheduled_s
 
     @property
+    def ttft_from_sent_s(self) -> float | None:
+        """Return the time to the first content without the generator's own lag."""
+        return None if self.first_s is None else self.first_s - self.sent_s
+
+    @property
     def e2e_s(self) -> float:
         """Return the time to the end, from the instant at which the request was due."""
         return self.done_s - self.scheduled_s

@@ -192,7 +192,9 @@ class _Run:
                 if self._left <= 0:
                     break
                 await self._sleep_until(planned.at_s)
-                group.create_task(self._send(request, planned, planned.at_s))
+                warm_up = self._count(planned.at_s)
+                group.create_task(self._send(request, planned, planned.at_s, warm_up))
+                await asyncio.sleep(0)  # of requests due at once, each goes out before the next is made
             self._stopped_s = self._now()
 
     async def closed_loop(self, plan: ClosedLoop) -> None:
@@ -208,15 +210,20 @@ class _Run:
             if planned is None:
                 break
             request = self._prepare(planned)
-            record = await self._send(request, planned, self._now())
+            now = self._now()
+            record = await self._send(request, planned, now, self._count(now))
             if record.outcome != "completed":
                 await asyncio.sleep(PAUSE_S)
         self._stopped_s = max(self._stopped_s, min(self._now(), self._end_s))
 
-    async def _send(self, request: bytes, planned: Planned, scheduled_s: float) -> Record:
+    def _count(self, scheduled_s: float) -> bool:
+        """Count a request that is about to be sent; return whether it belongs to the warm-up."""
         warm_up = scheduled_s < self._warmup_s
         self._sent += 1
         self._left -= 0 if warm_up else 1
+        return warm_up
+
+    async def _send(self, request: bytes, planned: Planned, scheduled_s: float, warm_up: bool) -> Record:
         record = await ask(
             self.connections,
             request,

@@ -40,10 +40,11 @@ def ticks(least: float, most: float, count: int = 5) -> list[float]:
 
 
 def decades(least: float, most: float) -> list[float]:
-    """Return 1, 2 and 5 times the powers of ten between two; fewer where they would crowd."""
+    """Return 1, 2 and 5 times the powers of ten between two; fewer where they crowd, even steps where few fit."""
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     every = (1, 2, 5) if len(powers) <= 3 else (1,)
-    return [mark for power in powers for mark in (f * 10.0**power for f in every) if least <= mark <= most]
+    marks = [mark for power in powers for mark in (f * 10.0**power for f in every) if least <= mark <= most]
+    return marks if len(marks) >= 3 else ticks(least, most, 4)
 
 
 def cumulative(title: str, unit: str, values: Sequence[float]) -> str:
