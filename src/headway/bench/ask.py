@@ -312,9 +312,14 @@ async def _refused(answer: Answer, stream: _Stream) -> tuple[Outcome, str | None
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of a Retry-After header, which may hold a date; None for none or a bad one."""
-    value = headers.get("retry-after", "").strip()
+    """Return the seconds of retry-after-ms, as the official clients read it first, else of Retry-After; None for none.
+
+    Retry-After may hold a date; a bad value counts as none.
+    """
+    exact, value = headers.get("retry-after-ms", "").strip(), headers.get("retry-after", "").strip()
     try:
+        if exact[:1].isdecimal():
+            return float(exact) / 1e3
         if value[:1].isdecimal():
             return float(value)
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
