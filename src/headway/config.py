@@ -78,9 +78,9 @@ class SloConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     default: Literal["interactive", "standard", "batch"] = "standard"
     """Class of requests that name none."""
-    interactive: ClassConfig = ClassConfig(ttft_s=2.0, itl_s=0.05, priority=-1)
+    interactive: ClassConfig = ClassConfig(ttft_s=2.0, itl_s=0.1, priority=-1)
     """Somebody is waiting and reading along."""
-    standard: ClassConfig = ClassConfig(ttft_s=30.0, itl_s=0.1)
+    standard: ClassConfig = ClassConfig(ttft_s=30.0, itl_s=0.25)
     """Somebody will read it."""
     batch: ClassConfig = ClassConfig(priority=10)
     """Nobody is waiting: runs in what the others leave, after ``engine.aging_s`` for each level at the latest."""

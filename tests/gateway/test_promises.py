@@ -21,9 +21,9 @@ ASKED = Request(id="r", model="m", priority=2, arrived=100.0)
 
 def test_a_class_promises_its_targets_and_moves_the_priority() -> None:
     found = promised(ASKED, Patience(slo_class="interactive"), SloConfig())
-    assert found.slo == Slo(ttft_s=2.0, itl_s=0.05)
+    assert found.slo == Slo(ttft_s=2.0, itl_s=0.1)
     assert found.priority == 1
-    assert promised(ASKED, Patience(), SloConfig()).slo == Slo(ttft_s=30.0, itl_s=0.1)
+    assert promised(ASKED, Patience(), SloConfig()).slo == Slo(ttft_s=30.0, itl_s=0.25)
     batch = promised(ASKED, Patience(slo_class="batch"), SloConfig())
     assert (batch.slo, batch.priority) == (Slo(), 12)
 

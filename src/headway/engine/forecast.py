@@ -17,6 +17,7 @@ from typing import NamedTuple
 from headway.engine.cost import CostModel, Shape
 from headway.engine.fairness import QUANTUM
 from headway.engine.messages import Outlook, Submit
+from headway.engine.pace import crowd_limit_s, step_limit_s
 
 _RATE = 0.1
 _FIRST_GUESS_TOKENS = 128
@@ -247,7 +248,7 @@ class Forecast:
         found: dict[int, float] = {}
         for job in queue[:_MOST_PLAYED]:
             if not job.started:
-                stage.take_place(job.submit.params.n)
+                stage.take_place(job)
             slowed = oldest is not None and job is not oldest and id(oldest) not in found
             stage.prefill(job, _OVERTAKEN if slowed else 1.0)
             found[id(job)] = stage.now_s
@@ -270,18 +271,37 @@ class _Stage:
         """Steps at which streams end; a heap."""
         heapify(self._ends)
         self._context = sum(len(job.submit.token_ids) + job.answered for job in decoding)
-        self._itl_s = min((job.submit.itl_s or inf for job in decoding), default=inf)
+        self._default_s = self._asked_s = inf
+        for job in decoding:
+            self._promise(job)
         self._running = running
         self._steps = 0.0
         self._paces: dict[tuple[int, int], tuple[float, float]] = {}
         # A step is under way, half done on average.
         self.now_s = 0.5 * self._step_s() if decoding else 0.0
 
-    def take_place(self, count: int) -> None:
+    def _promise(self, job: Job) -> None:
+        """Note what a stream was promised; it is kept for those that come after it too."""
+        itl_s = job.submit.itl_s or inf
+        if job.submit.itl_asked:
+            self._asked_s = min(self._asked_s, itl_s)
+        else:
+            self._default_s = min(self._default_s, itl_s)
+
+    def take_place(self, job: Job) -> None:
         """Wait until one more may run."""
-        while self._running >= self._forecast._max_running and self._ends:
+        self._promise(job)
+        while self._ends and not self._has_place(len(job.submit.token_ids)):
             self._pass(self._ends[0] - self._steps, self._step_s())
-        self._running += count
+        self._running += job.submit.params.n
+
+    def _has_place(self, context: int) -> bool:
+        if self._running >= self._forecast._max_running:
+            return False
+        context, count = self._context + context, self._running + 1
+        cost = self._forecast.cost
+        limit_s = crowd_limit_s(cost, context // count, self._default_s, self._asked_s)
+        return limit_s == inf or cost.step_s(Shape().with_decodes(count, context)) <= limit_s
 
     def prefill(self, job: Job, slowed: float) -> None:
         """Compute a prompt beside what decodes."""
@@ -301,7 +321,7 @@ class _Stage:
         for _ in range(job.submit.params.n):
             heappush(self._ends, self._steps + max(0.0, job.left - 1.0))
         self._context += len(job.submit.token_ids)
-        self._itl_s = min(self._itl_s, job.submit.itl_s or inf)
+        self._promise(job)
 
     def _pass(self, steps: float, step_s: float) -> None:
         steps = max(0.0, steps)
@@ -324,8 +344,7 @@ class _Stage:
             forecast = self._forecast
             cost = forecast.cost
             shape = Shape().with_decodes(len(self._ends), self._context)
-            limit = min(self._itl_s / (1.0 + min(cost.error, 0.5)), forecast._longest_step_s)
-            limit = max(limit, 1.25 * cost.step_s(shape))
+            limit = step_limit_s(cost, shape, min(self._default_s, self._asked_s), forecast._longest_step_s)
             most = max(1, forecast._step_tokens - len(self._ends))
             chunk = cost.room(shape, start, limit, most)
             if not self._ends:

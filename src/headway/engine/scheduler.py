@@ -35,6 +35,7 @@ from headway.config import EngineConfig
 from headway.engine.blocks import BlockPool, Match
 from headway.engine.cost import CostModel, Shape
 from headway.engine.fairness import Shares
+from headway.engine.pace import crowd_limit_s, step_limit_s
 from headway.engine.sequence import Group, Sequence, Status
 
 _OLDEST_SHARE = 4
@@ -44,8 +45,6 @@ _ALONE_TOKENS = 32
 weights."""
 _CRUMB_TOKENS = 8
 """A chunk that would be shorter, and is not a prompt's rest, waits for the next step."""
-_STRETCH = 1.25
-"""Prefill may make a step this much longer even where decodes alone take all that their target allows."""
 _MOST_KINDS = 4096
 """Tenants and priorities whose last admission is remembered, before all are forgotten."""
 
@@ -132,11 +131,7 @@ class Scheduler:
     def _limit_s(self, items: list[Item], shape: Shape) -> float:
         """Return what the step may take: the tightest target in it, less what predictions miss by."""
         target = min((item.sequence.group.itl_s for item in items), default=inf)
-        limit = min(target * self._margin(), self.longest_step_s)
-        return max(limit, _STRETCH * self.cost.step_s(shape))
-
-    def _margin(self) -> float:
-        return 1.0 / (1.0 + min(self.cost.error, 0.5))
+        return step_limit_s(self.cost, shape, target, self.longest_step_s)
 
     def _room(self, shape: Shape, sequence: Sequence, before: int, limit_s: float, budget: int) -> int:
         """Return how many more tokens of the sequence, ``before`` of which are granted, fit into the step."""
@@ -147,19 +142,21 @@ class Scheduler:
         return room
 
     def _keeps_pace(self, sequence: Sequence) -> bool:
-        """Whether all that run can decode together with this one within what their callers asked for."""
+        """Whether all that run can decode together with this one within their targets."""
         if not self.running:
             return True
-        asked = min((other.group.itl_s for other in self.running if other.group.itl_asked), default=inf)
-        if sequence.group.itl_asked:
-            asked = min(asked, sequence.group.itl_s)
-        if asked == inf:
-            return True
-        context = sum(len(other.tokens) for other in self.running) + len(sequence.tokens)
-        together = self.cost.step_s(Shape().with_decodes(len(self.running) + 1, context))
-        # A target that one sequence alone would miss keeps nobody out.
-        alone = self.cost.step_s(Shape().with_decode(context // (len(self.running) + 1)))
-        return together <= max(asked * self._margin(), _STRETCH * alone)
+        default_s = asked_s = inf
+        context = 0
+        for other in (*self.running, sequence):
+            group = other.group
+            if group.itl_asked:
+                asked_s = min(asked_s, group.itl_s)
+            else:
+                default_s = min(default_s, group.itl_s)
+            context += len(other.tokens)
+        count = len(self.running) + 1
+        limit_s = crowd_limit_s(self.cost, context // count, default_s, asked_s)
+        return limit_s == inf or self.cost.step_s(Shape().with_decodes(count, context)) <= limit_s
 
     def computed(self, item: Item) -> None:
         """Note that a step has run: offer full blocks to the prefix cache, let siblings start."""
