@@ -280,3 +280,20 @@ def test_no_target_is_never_refused() -> None:
     world = World(max_running=2)
     for _ in range(200):
         assert world.arrive(world.request(400, 10)).verdict.late_by_s in (0.0, -inf)
+
+
+def test_case_long_blocks_short_never_on_the_clock() -> None:
+    world = World(max_running=16)
+    chats = [world.arrive(world.request(20, 200, itl_s=0.05)) for _ in range(8)]
+    world.run_until(world.clock.now() + 0.5)
+    for chat in chats:
+        chat.gaps.clear()
+    long = world.arrive(world.request(4000, 4, ttft_s=30.0))
+    world.run_until(world.clock.now() + 0.2)
+    short = world.arrive(world.request(5, 4, ttft_s=30.0))
+    world.run()
+    assert short.first_at is not None
+    assert long.first_at is not None
+    assert short.first_at < long.first_at
+    gaps = sorted(gap for chat in chats for gap in chat.gaps)
+    assert gaps[int(0.99 * len(gaps))] <= 0.06

@@ -7,7 +7,7 @@ what is left goes to longer ones ("prefill") in the order
 
 so that a short prompt overtakes a long one, except that a quarter of it is kept for the oldest: the long one gets on.
 Slack is the time until the first token is due, less what the prompt still takes (cost.py). A first token that is late
-is due again after as long as it was given at first, and from then on counts as most urgent: what has missed its time
+is due again after half as long as it was given at first, then counts as most urgent: what has missed its time
 steps aside once, for those that can still meet theirs, and does not starve.
 
 What is left is a token budget and a time: a step stays under the tightest inter-token target of the sequences that

@@ -198,8 +198,8 @@ class Group:
         self.choices = [Sequence(self, index) for index in range(submit.params.n)]
 
     def due_at(self, now: float) -> float:
-        """Return the instant that counts for urgency: a late first token is given as long again, once."""
-        return self.due if now <= self.due else self.due + max(self.due - self.received, 0.0)
+        """Return the instant that counts for urgency: a late first token is given half as long again, once."""
+        return self.due if now <= self.due else self.due + 0.5 * max(self.due - self.received, 0.0)
 
     def live(self) -> list[Sequence]:
         """Return the choices that have not ended."""
