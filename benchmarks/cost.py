@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import head
-
 from headway.bench.measure import percentile
 from headway.config import environment
 from headway.engine.messages import Submit

@@ -255,5 +255,7 @@ def test_retry_after_may_be_a_date() -> None:
     assert got is not None
     assert 55 < got <= 60
     assert retry_after_s({"retry-after": "3"}) == 3.0
+    assert retry_after_s({"retry-after": "3", "retry-after-ms": "2600"}) == 2.6
+    assert retry_after_s({"retry-after": "3", "retry-after-ms": "soon"}) == 3.0
     assert retry_after_s({"retry-after": "soon"}) is None
     assert retry_after_s({}) is None
