@@ -104,7 +104,7 @@ def test_retry_after_is_when_the_request_would_have_been_taken() -> None:
         world, again = play(trace, seed, ttft_s=0.6, upto=i)
         fate = again[i]
         assert fate.refused_at is not None
-        told = max(0.05, fate.verdict.late_by_s)
+        told = max(0.05, fate.verdict.retry_s)
         while world.clock.now() < fate.refused_at + 60:  # nobody else comes: when is there room?
             submit = world.request(len(fate.submit.token_ids), 10, ttft_s=0.6)
             if world.forecast.verdict(submit, world.clock.now()).late_by_s <= 0:
@@ -114,7 +114,7 @@ def test_retry_after_is_when_the_request_would_have_been_taken() -> None:
             else:
                 world.step()
         ratios.append((world.clock.now() - fate.refused_at + 0.05) / (told + 0.05))
-    assert len(ratios) > 40 * MANY
+    assert len(ratios) > 30 * MANY
     within = sum(0.5 <= ratio <= 2.0 for ratio in ratios)
     assert within >= 0.8 * len(ratios)
 
@@ -288,7 +288,7 @@ def test_case_long_blocks_short_never_on_the_clock() -> None:
     world.run_until(world.clock.now() + 0.5)
     for chat in chats:
         chat.gaps.clear()
-    long = world.arrive(world.request(4000, 4, ttft_s=30.0))
+    long = world.arrive(world.request(4000, 4, ttft_s=120.0))
     world.run_until(world.clock.now() + 0.2)
     short = world.arrive(world.request(5, 4, ttft_s=30.0))
     world.run()

@@ -325,12 +325,11 @@ class EngineHost:
         if submit.ttft_by is None:
             return submit, None
         now, due = self._clock.now(), submit.ttft_by
-        verdict = self._forecast.verdict(submit, now)
         if not request.slo.ttft_asked:
             # A default is meant for short prompts: a long one would never be answered.
-            due += 2.0 * verdict.alone_s
+            due += 2.0 * self._forecast.alone_s(submit)
             submit = msgspec.structs.replace(submit, ttft_by=due)
-            verdict = verdict._replace(late_by_s=max(0.0, verdict.late_by_s - 2.0 * verdict.alone_s))
+        verdict = self._forecast.verdict(submit, now)
         if verdict.late_by_s <= 0.0:
             return submit, verdict
         target_ms = 1e3 * (due - request.arrived)
@@ -341,7 +340,7 @@ class EngineHost:
             )
         raise Overloaded(
             f"the first token would come in {1e3 * verdict.first_token_s:.0f} ms; {target_ms:.0f} ms were promised",
-            retry_after_s=max(SHORTEST_RETRY_S, verdict.late_by_s),
+            retry_after_s=max(SHORTEST_RETRY_S, verdict.retry_s),
         )
 
     def _send(self, *messages: Submit | Abort | AbortWaiting | Trace) -> None:
