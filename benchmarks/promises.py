@@ -151,7 +151,8 @@ def overload(model: str, rounds: int) -> None:
     head(f"benchmarks.promises overload --model {model}")
     rows: dict[str, list[float]] = {}
     for turn in range(rounds):
-        with served("headway", model) as server:
+        # A pool that is full after the warm-up: what grows later is no cache.
+        with served("headway", model, options=("--kv-memory", "256MiB")) as server:
             able = capacity(server)
             before = server.resident_mb()
             asked = (_with_class(planned) for planned in _short(100 + turn))

@@ -492,7 +492,7 @@ def test_a_target_that_the_prompt_alone_misses_is_refused_for_good(tiny_model: P
                 await collect(host, request("hasty", "the quick brown fox " * 40, **promise(host, 1e-6, asked=True)))
             assert caught.value.should_retry is False
             # A default is no reason to refuse a prompt that merely is long.
-            assert await collect(host, request("default", "the quick brown fox " * 40, **promise(host, 0.02)))
+            assert await collect(host, request("default", "the quick brown fox " * 250, **promise(host, 0.06)))
 
     drive(scenario)
 

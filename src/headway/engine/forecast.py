@@ -20,8 +20,11 @@ from headway.engine.messages import Outlook, Submit
 from headway.engine.pace import crowd_limit_s, step_limit_s
 
 _RATE = 0.1
-_GUARD = 2.0
-"""Mean deviations that are kept in hand: 95 in 100 predictions are within (one-sided, were they normal)."""
+_KEPT = 0.97
+"""Share of the predictions that what is kept in hand should cover."""
+_GUARD_RATE = 0.1
+_GRAIN_S = 0.05
+"""Added to both sides before they are compared: of an idle engine's milliseconds no ratio tells anything."""
 _FIRST_GUESS_TOKENS = 128
 _OVERTAKEN = 4.0 / 3.0
 """The oldest prompt keeps a quarter of each step: one that overtakes it gets on so much slower."""
@@ -32,7 +35,7 @@ _MOST_PLAYED = 2048
 class Job:
     """What is known of one request between its arrival and its end."""
 
-    __slots__ = ("answered", "bias", "expected", "known", "predicted", "sent", "started", "submit", "tokens")
+    __slots__ = ("answered", "expected", "known", "predicted", "sent", "started", "submit", "tokens")
 
     def __init__(self, submit: Submit, tokens: int, expected: float, sent: float) -> None:
         self.submit = submit
@@ -48,8 +51,7 @@ class Job:
         self.answered = 0
         """Tokens that have come, of the choice that has most."""
         self.predicted = 0.0
-        """Seconds to the first token, before ``bias``, as told on arrival."""
-        self.bias = 1.0
+        """Seconds to the first token, as played forward on arrival."""
 
     @property
     def decodes(self) -> bool:
@@ -74,6 +76,8 @@ class Verdict(NamedTuple):
     """What it would take with nothing beside it."""
     retry_s: float = 0.0
     """When it would be taken, if nobody else came."""
+    played_s: float = 0.0
+    """The first token by the play alone, before what is learned from earlier ones."""
 
 
 class Prefixes:
@@ -124,8 +128,8 @@ class Forecast:
         self._prefixes: Prefixes | None = None
         self.bias = 1.0
         """How much later first tokens come than played forward."""
-        self.spread = 0.15
-        """Mean deviation from that, as a share."""
+        self.guard = 1.3
+        """What covers nearly all of them: predictions are multiplied by it before they are held against a promise."""
 
     def started(self, block_tokens: int, n_blocks: int) -> None:
         """Begin anew with an engine that has just started: its cache is empty."""
@@ -148,7 +152,7 @@ class Forecast:
         """Note a request that goes to the engine."""
         job = self._job(submit, now)
         if verdict is not None:
-            job.predicted, job.bias = verdict.first_token_s / self.bias, self.bias
+            job.predicted = verdict.played_s
         self.jobs[submit.id] = job
 
     def answered(self, request_id: str, tokens: int, now: float) -> None:
@@ -162,9 +166,7 @@ class Forecast:
             if self._prefixes is not None:
                 self._prefixes.computed(job.submit)
             if job.predicted > 0.0:
-                ratio = min(3.0, max(1 / 3.0, (now - job.sent) / job.predicted))
-                self.spread += _RATE * (abs(ratio / self.bias - 1.0) - self.spread)
-                self.bias += _RATE * (ratio - self.bias)
+                self._compare(job.predicted, now - job.sent)
         job.answered += tokens
 
     def ended(self, request_id: str, *, whole: bool) -> None:
@@ -182,7 +184,7 @@ class Forecast:
         """Play the queue forward with one more request."""
         new = self._job(submit, now)
         found = self._play([*self.jobs.values(), new])
-        first_s = found[id(new)] * self.bias
+        played_s = found[id(new)]
         late = max(0.0, self._guarded(found[id(new)]) - _left(new, now))
         behind = [job for job in self.jobs.values() if found.get(id(job), 0.0) > found[id(new)]]
         late_now = [
@@ -195,7 +197,13 @@ class Forecast:
             for job in late_now:
                 if self._guarded(without[id(job)]) <= _left(job, now):  # on time, but for the new one
                     late = max(late, self._guarded(found[id(job)]) - _left(job, now))
-        return Verdict(first_s, late, self.cost.prefill_s(new.tokens, new.known), late / self.guard)
+        return Verdict(
+            first_token_s=played_s * self.bias,
+            late_by_s=late,
+            alone_s=self.cost.prefill_s(new.tokens, new.known),
+            retry_s=late / self.guard,
+            played_s=played_s,
+        )
 
     def wait_s(self) -> float:
         """Return the seconds after which everything that is queued now has its first token."""
@@ -214,13 +222,15 @@ class Forecast:
         theirs = sum(job.tokens for job in self.jobs.values() if job.submit.tenant == other)
         return self._excess.get(tenant, 0.0) + mine >= self._excess.get(other, 0.0) + theirs
 
-    @property
-    def guard(self) -> float:
-        """What predictions are multiplied by before they are held against a promise that is to be kept."""
-        return self.bias * (1.0 + _GUARD * self.spread)
+    def _compare(self, predicted: float, took: float) -> None:
+        """Learn from a first token that came: the mean of the ratio, and its quantile by steps up and down."""
+        ratio = min(4.0, (took + _GRAIN_S) / (predicted + _GRAIN_S))
+        self.bias += _RATE * (ratio - self.bias)
+        step = _KEPT if ratio > self.guard else _KEPT - 1.0
+        self.guard = min(4.0, max(1.0, self.guard + _GUARD_RATE * step))
 
     def _guarded(self, seconds: float) -> float:
-        return seconds * self.guard
+        return (seconds + _GRAIN_S) * self.guard - _GRAIN_S
 
     def _job(self, submit: Submit, now: float) -> Job:
         cached = self._prefixes.cached(submit) if self._prefixes is not None else 0
