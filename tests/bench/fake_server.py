@@ -43,6 +43,8 @@ class FakeServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    drops_kept: bool = False
+    """Promises to keep connections, and closes them when the next request comes."""
     connections: int = 0
     running: int = 0
     most_running: int = 0
@@ -54,7 +56,9 @@ class FakeServer:
         self.connections += 1
         try:
             while await self._exchange(reader, writer):
-                pass
+                if self.drops_kept:
+                    await reader.readuntil(b"\r\n\r\n")
+                    break
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:

@@ -259,3 +259,24 @@ def test_retry_after_may_be_a_date() -> None:
     assert retry_after_s({"retry-after": "3", "retry-after-ms": "soon"}) == 3.0
     assert retry_after_s({"retry-after": "soon"}) is None
     assert retry_after_s({}) is None
+
+
+def test_a_kept_connection_that_the_server_closed_is_no_error() -> None:
+    async def run() -> tuple[list[Record], FakeServer]:
+        async with serving(Script()) as server:
+            server.drops_kept = True
+            aim = Target(url=server.url, model="m")
+            connections = Connections(aim.origin())
+            plan = Planned(prompt="hello", output_tokens=3)
+            request = prepare(aim, connections.origin, plan)
+            records = [
+                await ask(connections, request, plan, scheduled_s=0.0, started=time.monotonic(), timeout_s=5.0)
+                for _ in range(3)
+            ]
+            connections.close()
+            return records, server
+
+    records, server = asyncio.run(run())
+    assert [record.outcome for record in records] == ["completed"] * 3
+    assert server.connections == 3
+    assert len(server.bodies) == 3

@@ -147,6 +147,8 @@ class Answer:
         self._reading = _Reading()
         self.arrived_at = 0.0
         """When the last bytes arrived, in monotonic seconds."""
+        self.arrived = False
+        """Whether any byte came at all."""
 
     @property
     def status(self) -> int:
@@ -193,6 +195,7 @@ class Answer:
     async def _read(self) -> int:
         data = await self._reader.read(READ_BYTES)
         self.arrived_at = time.monotonic()
+        self.arrived = self.arrived or bool(data)
         if not data:
             framed = "content-length" in self.headers or "transfer-encoding" in self.headers
             if not self._reading.status or framed:
@@ -217,12 +220,22 @@ class Connections:
     @contextlib.asynccontextmanager
     async def exchange(self, request: bytes) -> AsyncIterator[Answer]:
         """Send a rendered request; the body must be read within the context, or the connection is not kept."""
-        reader, writer = await self._obtain()
+        reader, writer, fresh = await self._obtain()
         answer = Answer(reader)
         try:
             # Not drained: a server that refuses early does not read the body, and its answer must be seen all the same.
             writer.write(request)
-            await answer.read_head()
+            try:
+                await answer.read_head()
+            except ConnectionError:
+                if fresh or answer.arrived:
+                    raise
+                # The server had closed a kept connection, as it may at any time: it never saw the request.
+                writer.transport.abort()
+                reader, writer = await self._open()
+                answer = Answer(reader)
+                writer.write(request)
+                await answer.read_head()
             yield answer
         finally:
             if answer.reusable and not writer.is_closing() and not reader.at_eof():
@@ -230,12 +243,16 @@ class Connections:
             else:
                 writer.transport.abort()
 
-    async def _obtain(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _obtain(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bool]:
+        """Return a connection, and whether it is new."""
         while self._idle:
             since, reader, writer = self._idle.pop()
             if time.monotonic() - since < IDLE_S and not writer.is_closing() and not reader.at_eof():
-                return reader, writer
+                return reader, writer, False
             writer.transport.abort()
+        return *(await self._open()), True
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.origin.host, self.origin.port, ssl=self._tls, limit=READ_BYTES)
 
     def close(self) -> None:

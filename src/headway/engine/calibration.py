@@ -20,6 +20,8 @@ from headway.telemetry.clock import Clock
 LIMIT_S = 0.4
 """What the measurements may take; slow models are measured less, and learn the rest as they run."""
 _FORMAT = 1
+_MOST_KEPT = 64
+"""Files, the newest: models come and go."""
 _log = logging.getLogger("headway.engine")
 
 
@@ -64,6 +66,9 @@ class Calibration:
             half = self._path.with_suffix(f".{os.getpid()}")
             half.write_bytes(msgspec.json.encode(_Kept(terms=cost.terms, about=self._about)))
             half.replace(self._path)
+            files = sorted(self._path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+            for old in files[_MOST_KEPT:]:
+                old.unlink(missing_ok=True)
 
     def _load(self) -> _Kept | None:
         try:

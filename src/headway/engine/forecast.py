@@ -215,12 +215,8 @@ class Forecast:
         return sum(job.tokens for job in self.jobs.values())
 
     def _owes(self, tenant: str, other: str) -> bool:
-        """Whether a tenant has to mind what it does to another: not to one that has had more than itself."""
-        if tenant == other:
-            return True
-        mine = sum(job.tokens for job in self.jobs.values() if job.submit.tenant == tenant)
-        theirs = sum(job.tokens for job in self.jobs.values() if job.submit.tenant == other)
-        return self._excess.get(tenant, 0.0) + mine >= self._excess.get(other, 0.0) + theirs
+        """Whether a tenant has to mind what it does to another: not while it has had no more than anybody else."""
+        return tenant == other or self._excess.get(tenant, 0.0) >= QUANTUM
 
     def _compare(self, predicted: float, took: float) -> None:
         """Learn from a first token that came: the mean of the ratio, and its quantile by steps up and down."""
@@ -313,16 +309,17 @@ class _Stage:
     def take_place(self, job: Job) -> None:
         """Wait until one more may run."""
         self._promise(job)
-        while self._ends and not self._has_place(len(job.submit.token_ids)):
+        over_share = self._forecast._excess.get(job.submit.tenant, 0.0) >= QUANTUM
+        while self._ends and not self._has_place(len(job.submit.token_ids), over_share):
             self._pass(self._ends[0] - self._steps, self._step_s())
         self._running += job.submit.params.n
 
-    def _has_place(self, context: int) -> bool:
+    def _has_place(self, context: int, over_share: bool) -> bool:
         if self._running >= self._forecast._max_running:
             return False
         context, count = self._context + context, self._running + 1
         cost = self._forecast.cost
-        limit_s = crowd_limit_s(cost, context // count, self._default_s, self._asked_s)
+        limit_s = crowd_limit_s(cost, context // count, self._default_s, self._asked_s, over_share=over_share)
         return limit_s == inf or cost.step_s(Shape().with_decodes(count, context)) <= limit_s
 
     def prefill(self, job: Job, slowed: float) -> float:

@@ -155,7 +155,8 @@ class Scheduler:
                 default_s = min(default_s, group.itl_s)
             context += len(other.tokens)
         count = len(self.running) + 1
-        limit_s = crowd_limit_s(self.cost, context // count, default_s, asked_s)
+        over_share = self.shares.excess(sequence.group.submit.tenant) > 0
+        limit_s = crowd_limit_s(self.cost, context // count, default_s, asked_s, over_share=over_share)
         return limit_s == inf or self.cost.step_s(Shape().with_decodes(count, context)) <= limit_s
 
     def computed(self, item: Item) -> None:
