@@ -41,13 +41,19 @@ struct Weight {
 };
 
 // Rows of activations, quantized to signed 8 bits per row and group. Kernels may read, and ignore, up to SPARE_ROWS rows
-// past the last.
+// past the last. What belongs to a group lies as [rows / FINE_ROWS, k / group, FINE_ROWS] (fine_of): a tile's rows side
+// by side.
 struct Quantized {
     int8_t* codes;     // [rows, k]
-    float* scales;     // [rows, k / group], times the weight's rescale
-    int32_t* zeros;    // [rows, k / group] what a dot product of codes has too much: zero point times the sum of the codes
-    float* weighted;   // [rows, k / group] scale times the sum of the codes
+    float* scales;     // times the weight's rescale
+    int32_t* zeros;    // what a dot product of codes has too much: zero point times the sum of the codes
+    float* weighted;   // scale times the sum of the codes
 };
+
+constexpr int FINE_ROWS = 16;
+static inline int64_t fine_of(int64_t row, int64_t group, int64_t groups) {
+    return (row / FINE_ROWS * groups + group) * FINE_ROWS + row % FINE_ROWS;
+}
 
 struct Heads {
     int32_t heads, kv_heads, width;

@@ -1,7 +1,7 @@
 // Linear kernels on AMX tiles: 16 rows by a strip of 16 channels at a time. Included by kernels.inc inside its namespace.
 //
 // For int8 the arithmetic is that of the generic tile, number for number: exact sums of a group, then the same float
-// operations. Tiles 0 and 1 hold sums, 2 and 3 activations (rows by k), 4 and 5 weights (k / 4 by channels x 4 k, which
+// operations. Tiles 0 to 3 hold sums, 4 and 5 activations (rows by k), 6 and 7 weights (k / 4 by channels x 4 k, which
 // is how strips lie in memory).
 
 constexpr int TILE_ROWS = 16;
@@ -107,9 +107,9 @@ HW_FN void load_config(const TileConfig& config) {
 // Tiles for products over `bytes` of a row: 64, 32 or 16.
 HW_FN void configure_tiles(int bytes) {
     TileConfig config;
-    for (int t = 0; t < 2; t++) config.rows[t] = TILE_ROWS, config.row_bytes[t] = 64;
-    for (int t = 2; t < 4; t++) config.rows[t] = TILE_ROWS, config.row_bytes[t] = (uint16_t)bytes;
-    for (int t = 4; t < 6; t++) config.rows[t] = (uint8_t)(bytes / 4), config.row_bytes[t] = 64;
+    for (int t = 0; t < 4; t++) config.rows[t] = TILE_ROWS, config.row_bytes[t] = 64;
+    for (int t = 4; t < 6; t++) config.rows[t] = TILE_ROWS, config.row_bytes[t] = (uint16_t)bytes;
+    for (int t = 6; t < 8; t++) config.rows[t] = (uint8_t)(bytes / 4), config.row_bytes[t] = 64;
     HW_TILE_CONFIG(config);
 }
 
@@ -128,7 +128,7 @@ HW_FN void unpack_groups(const uint8_t* p, int64_t group_bytes, int group, int g
         }
 }
 
-// Sums of one group for 16 rows into memory, on the tiles 0, 2, 4 or 1, 3, 5.
+// Sums of one group for 16 rows into memory, on tile c with t for activations and u for weights.
 #define HW_GROUP_SUMS(c, t, u, a, a_stride, b, group, bytes, sums)            \
     do {                                                                      \
         HW_TILE_ZERO(c);                                                      \
@@ -140,38 +140,49 @@ HW_FN void unpack_groups(const uint8_t* p, int64_t group_bytes, int group, int g
         HW_TILE_STORE(c, sums, 64);                                           \
     } while (0)
 
-// 16 rows by a strip over the groups [from, to): `codes` and `fine` belong to the group `from`.
+// Groups whose products are under way while an earlier group's sums become floats: a tile's way through products and
+// memory takes longer than the floats of one group.
+constexpr int UNDER_WAY = 4;
+
+// 16 rows by a strip over the groups [from, to): `codes` and `fine` belong to the group `from`. The weights
+// that will be needed next, from `ahead` on (or null), are asked for meanwhile.
 template <bool MIN>
 HW_FN void groups_of_tile(const Quantized& x, int64_t k, int group, int groups, int row, int from, int to,
                           const uint8_t* codes, int64_t codes_bytes, const uint8_t* fine, int64_t group_bytes, int bytes,
-                          float* sums) {
+                          const uint8_t* ahead, float* sums) {
     const int8_t* a = x.codes + row * k + (int64_t)from * group;
-    const float *scales = x.scales + (int64_t)row * groups, *weighted = x.weighted + (int64_t)row * groups;
-    const int32_t* zeros = x.zeros + (int64_t)row * groups;
-    alignas(64) int32_t dots[2][TILE_ROWS * LANES];
+    const float *scales = x.scales + fine_of(row, from, groups), *weighted = x.weighted + fine_of(row, from, groups);
+    const int32_t* zeros = x.zeros + fine_of(row, from, groups);
+    alignas(64) int32_t dots[UNDER_WAY][TILE_ROWS * LANES];
     vf acc[TILE_ROWS];
     for (int m = 0; m < TILE_ROWS; m++) acc[m] = load(sums + m * LANES);
-    HW_GROUP_SUMS(0, 2, 4, a, k, codes, group, bytes, dots[0]);
-    for (int g = from; g < to; g++) {
-        // The next group's products run while this one's sums become floats.
-        const int64_t next = g + 1 - from;
-        if (g + 1 < to) {
-            if (next & 1)
-                HW_GROUP_SUMS(1, 3, 5, a + next * group, k, codes + next * codes_bytes, group, bytes, dots[1]);
-            else
-                HW_GROUP_SUMS(0, 2, 4, a + next * group, k, codes + next * codes_bytes, group, bytes, dots[0]);
+    const int count = to - from;
+    const auto begin = [&](int g) __attribute__((always_inline)) {
+        const int8_t* rows = a + (int64_t)g * group;
+        const uint8_t* strip = codes + g * codes_bytes;
+        switch (g % UNDER_WAY) {
+            case 0: HW_GROUP_SUMS(0, 4, 6, rows, k, strip, group, bytes, dots[0]); break;
+            case 1: HW_GROUP_SUMS(1, 5, 7, rows, k, strip, group, bytes, dots[1]); break;
+            case 2: HW_GROUP_SUMS(2, 4, 6, rows, k, strip, group, bytes, dots[2]); break;
+            default: HW_GROUP_SUMS(3, 5, 7, rows, k, strip, group, bytes, dots[3]); break;
         }
-        const int32_t* dot = dots[(g - from) & 1];
-        const vf scale = load_half((const uint16_t*)(fine + (g - from) * group_bytes));
+    };
+    for (int g = 0; g < UNDER_WAY - 1 && g < count; g++) begin(g);
+    for (int g = 0; g < count; g++) {
+        if (g + UNDER_WAY - 1 < count) begin(g + UNDER_WAY - 1);
+        if (ahead)
+            for (int64_t line = 0; line < group_bytes; line += 64) __builtin_prefetch(ahead + g * group_bytes + line);
+        const int32_t* dot = dots[g % UNDER_WAY];
+        const vf scale = load_half((const uint16_t*)(fine + g * group_bytes));
         vf minimum = scale;
-        if (MIN) minimum = load_half((const uint16_t*)(fine + (g - from) * group_bytes) + STRIP);
+        if (MIN) minimum = load_half((const uint16_t*)(fine + g * group_bytes) + STRIP);
+        const int64_t at = (int64_t)g * FINE_ROWS;
         for (int m = 0; m < TILE_ROWS; m++) {
             vi d;
             memcpy(&d, dot + m * LANES, 64);
-            const int64_t at = (int64_t)m * groups + g;
-            if (!MIN) d = d - set1i(zeros[at]);
-            acc[m] = fma(to_float(d) * set1(scales[at]), scale, acc[m]);
-            if (MIN) acc[m] = fma(minimum, set1(weighted[at]), acc[m]);
+            if (!MIN) d = d - set1i(zeros[at + m]);
+            acc[m] = fma(to_float(d) * set1(scales[at + m]), scale, acc[m]);
+            if (MIN) acc[m] = fma(minimum, set1(weighted[at + m]), acc[m]);
         }
     }
     for (int m = 0; m < TILE_ROWS; m++) store(sums + m * LANES, acc[m]);
@@ -189,13 +200,16 @@ HW_FN void tiles(const Weight& w, const uint8_t* p, const Quantized& x, int row,
     alignas(64) float sums[ROW_BLOCK + TILE_ROWS][LANES];
     const int count = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int m = 0; m < count * TILE_ROWS; m++) store(sums[m], vf{});
+    // Rows lie pages apart: their lines are on the way while the products run.
+    for (int m = 0; m < rows; m++) __builtin_prefetch(out + m * stride, 1);
     for (int from = 0; from < groups; from += some) {
         const int to = from + some < groups ? from + some : groups;
         const uint8_t* first = p + from * group_bytes;
         if (FOUR) unpack_groups(first, group_bytes, group, to - from, unpacked);
         for (int t = 0; t < count; t++)
             groups_of_tile<MIN>(x, w.k, group, groups, row + t * TILE_ROWS, from, to, FOUR ? unpacked : first,
-                                FOUR ? plain : group_bytes, first + packed, group_bytes, bytes, sums[t * TILE_ROWS]);
+                                FOUR ? plain : group_bytes, first + packed, group_bytes, bytes,
+                                t == 0 ? first + (to - from) * group_bytes : nullptr, sums[t * TILE_ROWS]);
     }
     for (int m = 0; m < rows; m++) put(load(sums[m]), out + m * stride, more, m, channels);
 }
@@ -288,11 +302,11 @@ void linear_fast(const Weight& w, int first, int last, const Planes& x, int rows
                     HW_TILE_ZERO(0);
                     HW_TILE_ZERO(1);
                     for (int i = 0; i < size; i += FAST_K) {
-                        HW_TILE_LOAD(4, codes + i * STRIP, 64);
-                        HW_TILE_LOAD(2, x.high + row * w.k + k + i, w.k);
-                        HW_TILE_DPBSSD(0, 2, 4);
-                        HW_TILE_LOAD(3, x.low + row * w.k + k + i, w.k);
-                        HW_TILE_DPBSSD(1, 3, 4);
+                        HW_TILE_LOAD(6, codes + i * STRIP, 64);
+                        HW_TILE_LOAD(4, x.high + row * w.k + k + i, w.k);
+                        HW_TILE_DPBSSD(0, 4, 6);
+                        HW_TILE_LOAD(5, x.low + row * w.k + k + i, w.k);
+                        HW_TILE_DPBSSD(1, 5, 6);
                     }
                     HW_TILE_STORE(0, dots[0], 64);
                     HW_TILE_STORE(1, dots[1], 64);
@@ -361,12 +375,12 @@ HW_FN void pairs_tiles(const Weight& w, const uint8_t* p, const uint16_t* x, int
     HW_TILE_ZERO(0);
     if (TWO) HW_TILE_ZERO(1);
     for (int k = 0; k < w.k; k += PAIRS_K, p += PAIRS_K * STRIP * 2) {
-        HW_TILE_LOAD(4, p, 64);
-        HW_TILE_LOAD(2, x + k, bytes);
-        HW_TILE_DPBF16PS(0, 2, 4);
+        HW_TILE_LOAD(6, p, 64);
+        HW_TILE_LOAD(4, x + k, bytes);
+        HW_TILE_DPBF16PS(0, 4, 6);
         if (TWO) {
-            HW_TILE_LOAD(3, x + (int64_t)TILE_ROWS * w.k + k, bytes);
-            HW_TILE_DPBF16PS(1, 3, 4);
+            HW_TILE_LOAD(5, x + (int64_t)TILE_ROWS * w.k + k, bytes);
+            HW_TILE_DPBF16PS(1, 5, 6);
         }
     }
     HW_TILE_STORE(0, sums[0], 64);

@@ -59,8 +59,8 @@ HW_FN void tile(const Weight& w, const uint8_t* p, const Quantized& x, int row, 
                 const Summands& more, int channels) {
     const int k = w.k, group = w.group, groups = k / group;
     const int8_t* a = x.codes + (int64_t)row * k;
-    const float *scales = x.scales + (int64_t)row * groups, *weighted = x.weighted + (int64_t)row * groups;
-    const int32_t* zeros = x.zeros + (int64_t)row * groups;
+    const float *scales = x.scales + fine_of(row, 0, groups), *weighted = x.weighted + fine_of(row, 0, groups);
+    const int32_t* zeros = x.zeros + fine_of(row, 0, groups);
     const int codes = group * STRIP / (FOUR ? 2 : 1);
     __m256 acc[M][2];
     for (int m = 0; m < M; m++) acc[m][0] = acc[m][1] = _mm256_setzero_ps();
@@ -74,7 +74,7 @@ HW_FN void tile(const Weight& w, const uint8_t* p, const Quantized& x, int row, 
             __m256 minimum = scale;
             if (MIN) minimum = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(fine + 32 + 16 * half)));
             for (int m = 0; m < M; m++) {
-                const int64_t at = (int64_t)m * groups + g;
+                const int64_t at = g * FINE_ROWS + m;
                 if (!MIN || (!FOUR && BYTE_BIAS)) dot[m] = _mm256_sub_epi32(dot[m], _mm256_set1_epi32(zeros[at]));
                 const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(dot[m]), _mm256_set1_ps(scales[at]));
                 acc[m][half] = _mm256_fmadd_ps(product, scale, acc[m][half]);

@@ -23,8 +23,8 @@ HW_FN void pairs_of_rows(const Weight& w, const uint8_t* p, const Quantized& x, 
                          const Summands& more, int channels) {
     const int k = w.k, group = w.group, groups = k / group;
     const int8_t* a = x.codes + (int64_t)row * k;
-    const float *scales = x.scales + (int64_t)row * groups, *weighted = x.weighted + (int64_t)row * groups;
-    const int32_t* zeros = x.zeros + (int64_t)row * groups;
+    const float *scales = x.scales + fine_of(row, 0, groups), *weighted = x.weighted + fine_of(row, 0, groups);
+    const int32_t* zeros = x.zeros + fine_of(row, 0, groups);
     vf acc[M] = {};
     for (int g = 0; g < groups; g++, a += group) {
         int32x4_t dot[M / 2][8];
@@ -52,7 +52,7 @@ HW_FN void pairs_of_rows(const Weight& w, const uint8_t* p, const Quantized& x, 
             }
             vi d;
             memcpy(&d, four, 64);
-            const int64_t at = (int64_t)m * groups + g;
+            const int64_t at = g * FINE_ROWS + m;
             if (!MIN || !FOUR) d = d - set1i(zeros[at]);
             acc[m] = fma(to_float(d) * set1(scales[at]), scale, acc[m]);
             if (MIN) acc[m] = fma(minimum, set1(weighted[at]), acc[m]);

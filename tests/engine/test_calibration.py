@@ -34,7 +34,9 @@ def test_the_first_start_measures_and_the_next_takes_over(runner: Runner, tiny_m
     assert calibration(runner, tiny_model, tmp_path / "cost", kind="int8").model()[1] is False
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"terms": []}', b'{"terms": [1, 2]}', b'{"terms": ["x"]}', b"\xff\x00"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"terms": []}', b'{"terms": [1, 2]}', b'{"terms": ["x"]}', b"\xff\x00"]
+)
 def test_a_broken_file_is_measured_again(runner: Runner, tiny_model: Path, tmp_path: Path, content: bytes) -> None:
     first = calibration(runner, tiny_model, tmp_path)
     first.keep(CostModel())

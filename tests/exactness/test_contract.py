@@ -209,10 +209,13 @@ def test_from_the_prefix_cache(loaded: Loaded, model: str) -> None:
 def test_after_preemption(loaded: Loaded, model: str) -> None:
     expected = alone(loaded, model)
     token_bytes = loaded.get(model, threads=1, prefix_cache=False).runner.cost.kv_token_bytes
-    tokens = max(len(ask.token_ids) for ask in asks(model)) + OUTPUT + 6 * 32
+    tokens = max(len(ask.token_ids) for ask in asks(model)) + OUTPUT + 8 * 32
     llm = loaded.get(model, threads=2, prefix_cache=False, kv_memory=f"{tokens * token_bytes}B")
-    check(Play(together(model, 5)).run(llm), expected)
-    assert llm.engine.load().preemptions > 0
+    # Those that came earlier grow, and take the blocks of those that came later.
+    params = Params(temperature=1.0, max_tokens=150, ignore_eos=True)
+    earlier = [(0, Submit(id=f"earlier {i}", token_ids=(100, 200 + i, 300), params=params)) for i in range(8)]
+    check(Play([*earlier, *together(model, 5)]).run(llm), expected)
+    assert llm.engine.load().preemptions > 2
 
 
 @models
