@@ -52,13 +52,15 @@ class Kind:
     """The environment it shares with another peer."""
 
 
+KEEP_STORES = "-fno-tree-dse -fno-dse"
+"""GCC 12 believes that an AMX tile configuration is read for 8 bytes only, and drops the stores to the rest."""
 SERVER_WITHOUT = ("CURL", "OPENSSL", "BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_UI")
 TORCH = "torch==2.13.0"
 PEERS = {
     "llama.cpp": Kind(
         ("llama-cpp-python==0.3.36",),
         "llama_cpp_runner.py",
-        environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "2"},
+        environment={"CMAKE_ARGS": "-DGGML_NATIVE=ON", "CMAKE_BUILD_PARALLEL_LEVEL": "2", "CXXFLAGS": KEEP_STORES},
         folder=False,
     ),
     "llama.cpp-q4_0": Kind((), "llama_cpp_runner.py", folder=False, arguments=("q4_0",), home="llama.cpp"),
@@ -110,7 +112,10 @@ def install_server() -> None:
     sources = archive.with_suffix("").with_suffix("") / "vendor" / "llama.cpp"
     options = ["GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", *(f"LLAMA_{part}=OFF" for part in SERVER_WITHOUT)]
     flags = ["-DCMAKE_BUILD_TYPE=Release", *(f"-D{option}" for option in options)]
-    subprocess.run(["cmake", "-S", sources, "-B", folder / "build", "-G", "Ninja", *flags], check=True)
+    environment = {**os.environ, "CXXFLAGS": KEEP_STORES}
+    subprocess.run(
+        ["cmake", "-S", sources, "-B", folder / "build", "-G", "Ninja", *flags], check=True, env=environment
+    )
     subprocess.run(["cmake", "--build", folder / "build", "--target", "llama-server"], check=True)
 
 
