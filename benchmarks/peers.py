@@ -113,9 +113,7 @@ def install_server() -> None:
     options = ["GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", *(f"LLAMA_{part}=OFF" for part in SERVER_WITHOUT)]
     flags = ["-DCMAKE_BUILD_TYPE=Release", *(f"-D{option}" for option in options)]
     environment = {**os.environ, "CXXFLAGS": KEEP_STORES}
-    subprocess.run(
-        ["cmake", "-S", sources, "-B", folder / "build", "-G", "Ninja", *flags], check=True, env=environment
-    )
+    subprocess.run(["cmake", "-S", sources, "-B", folder / "build", "-G", "Ninja", *flags], check=True, env=environment)
     subprocess.run(["cmake", "--build", folder / "build", "--target", "llama-server"], check=True)
 
 
